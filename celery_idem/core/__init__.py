@@ -1,0 +1,1 @@
+"""The mechanism. Nothing in here imports celery, redis or sqlalchemy."""

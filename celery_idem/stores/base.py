@@ -1,0 +1,144 @@
+"""The claim store: the protocol every store fulfils, and its rules.
+
+S1  The store's clock, read when the record is held, judges leases and expiry; a worker's clock judges nothing.
+S2  A fence is max(previous + 1, the store's clock in microseconds): it grows per key, also after expiry or purge.
+S3  An old token changes nothing and is told so (``Ended.LOST``, ``Renewal.LOST``).
+S4  A body that fails its checksum still proves completion; a record of a newer version is never overwritten.
+S5  ``expires_at`` moves with every renewal; a live claim never expires; a tombstone stays at least a day.
+S6  No verb outlives the store's timeout. A driver error is ``StoreUnavailable``, whose ``may_have_landed`` is
+    False only where the write certainly did not happen. A record that somebody's transaction locks is HELD, never
+    an outage. A record that cannot be read is ``RecordCorrupt``.
+S7  Every verb works in a child forked after the parent used the store.
+S8  Every verb is thread-safe; one locked record delays no other.
+S9  Releases N and N-1 share one store.
+
+Cost, counted in server commands: Redis, first run 2 and replay 1; PostgreSQL, first run 2 statements in 2
+WAL-writing transactions, replay 1 and 0; a takeover or a granted right one more; ``settle`` and ``note_parked`` one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from celery_idem.core.records import (
+    Claim,
+    Decision,
+    Ended,
+    Operation,
+    Outcome,
+    Record,
+    Release,
+    Renewal,
+    State,
+    Successor,
+)
+from celery_idem.errors import ConfigurationError
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Where records live. Every verb may raise ``StoreUnavailable`` and ``RecordCorrupt``."""
+
+    name: str
+    """"memory", "sqlite", "postgresql", "redis": for events and messages, without credentials."""
+
+    def claim(
+        self, operation: Operation, *, lease: float, ttl: float, dead_fence: int | None = None
+    ) -> Decision:
+        """Claim the key in one atomic step, or report what stands in the way.
+
+        Args:
+            operation: repeated with the same token it gets the same answer, so a lost reply may be asked for again.
+            lease: seconds (> 0) before another worker may reclaim.
+            ttl: seconds (>= 0) a completion will be kept.
+            dead_fence: counts the claim or right that carries exactly this fence as lapsed.
+
+        Returns:
+            ACQUIRED and RECLAIMED carry a claim with a higher fence than any before it; COMPLETED carries one
+            (``claim.right``) where the caller now holds the right to continue its message.
+        """
+
+    def complete(self, claim: Claim, outcome: Outcome, *, connection: Any = None) -> Ended:
+        """COMPLETED if the outcome is recorded, now or earlier by this token; LOST if another token took the key.
+
+        Args:
+            claim: current or lapsed; a lapsed claim nobody took completes normally.
+            outcome: kept for ``claim.ttl`` seconds.
+            connection: SQL only: the completion joins this SQLAlchemy connection's transaction.
+        """
+
+    def release(self, claim: Claim, reason: Release, *, successor: Successor | None = None) -> Ended:
+        """RELEASED if the key is free, COMPLETED if this token had completed it, LOST if it is somebody else's."""
+
+    def renew(self, claims: Sequence[Claim]) -> Mapping[str, Renewal]:
+        """What became of each lease, by token; one round trip for all of them."""
+
+    def settle(self, key: str, message_id: str) -> None:
+        """End the right to continue: the message's links, chain and chord part are out."""
+
+    def note_parked(self, key: str, message_id: str, generation: int, count: int) -> None:
+        """Remember that a parked copy with this count was published; the highest count stays."""
+
+    def get(self, key: str) -> Record | None:
+        """The whole record, or None if there is none or it expired."""
+
+    def find(
+        self,
+        *,
+        task: str | None = None,
+        scope: str | None = None,
+        state: State | None = None,
+        older_than: float | None = None,
+        limit: int = 1000,
+    ) -> Iterator[Record]:
+        """Records that match, at most ``limit``; ``older_than`` is seconds since they were claimed."""
+
+    def forget(self, key: str, fence: int | None) -> bool:
+        """Leave a tombstone without value or doubt; False if the record changed since ``fence`` was seen.
+
+        A record that cannot be read has no fence: None removes it, and only it.
+        """
+
+    def purge(self, limit: int) -> int:
+        """Delete at most ``limit`` expired records and say how many; never waits for a lock."""
+
+    def check(self) -> list[str]:
+        """Warnings about how the store is set up; ``ConfigurationError`` where it cannot work.
+
+        Called at worker start and by ``celery idem check``, never at import.
+        """
+
+    def create_schema(self) -> None:
+        """Make what the store needs (tables, indexes); nothing to do twice, or for Redis and memory."""
+
+    def close(self) -> None:
+        """Give back every connection; the store may be used again afterwards."""
+
+
+def open_store(url: str, *, timeout: float = 5.0, **options: Any) -> Store:
+    """The store a URL names, unopened: no connection is made before the first verb.
+
+    Args:
+        url: ``redis://``, ``rediss://``, ``redis+socket://``, ``sentinel://``, ``postgresql://``,
+            ``postgresql+psycopg2://``, ``postgresql+psycopg://``, ``sqlite:///path``, ``memory://``.
+        timeout: seconds no verb outlives.
+        options: passed to the client library (``idempotency_store_options``).
+    """
+    scheme = url.partition(":")[0].lower()
+    if scheme == "memory":
+        from celery_idem.stores.memory import MemoryStore
+
+        return MemoryStore(**options)
+    if scheme.partition("+")[0] in {"redis", "rediss", "sentinel"}:
+        from celery_idem.stores.redis.store import RedisStore
+
+        return RedisStore(url, timeout=timeout, **options)
+    if scheme.partition("+")[0] in {"postgresql", "sqlite"}:
+        from celery_idem.stores.sql.store import SQLStore
+
+        return SQLStore(url, timeout=timeout, **options)
+    raise ConfigurationError(
+        f"idempotency_store: no store speaks {scheme!r}; use redis://, rediss://, redis+socket://, sentinel://, "
+        "postgresql+psycopg2://, postgresql+psycopg://, sqlite:///file or memory://"
+    )

@@ -1,0 +1,1 @@
+"""The Redis store: one script and one key per verb."""

@@ -1,0 +1,1 @@
+"""The SQL store: SQLite and PostgreSQL through SQLAlchemy Core."""
