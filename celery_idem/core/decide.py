@@ -94,7 +94,8 @@ def decide_claim(
     if not delivery.continues or note.settled:
         return stand(Answer.COMPLETED)
     if right is not None and right.lease_expires_at > now and dead_fence != right.fence:
-        return stand(Answer.HELD)
+        # Other messages may be continued right now too: the answer names the one who holds this message's right.
+        return Decision(Answer.HELD, None, replace(record, notes={delivery.message_id: note}), now), None
     return _grant(record, operation, now=now, lease=lease, ttl=ttl)
 
 
@@ -115,8 +116,10 @@ def decide_complete(record: Record | None, claim: Claim, outcome: Outcome, *, no
     if record.state is not State.CLAIMED:
         return Ended.LOST, None
     message_id, notes = claim.operation.delivery.message_id, record.notes
+    expires_at = now + kept(claim.ttl)
     if claim.operation.delivery.continues:
         right = Right(claim.token, claim.fence, claim.operation.holder, now + claim.lease)
+        expires_at = max(expires_at, right.lease_expires_at)
         notes = _noted(notes, message_id, replace(record.note(message_id), continuing=right), now)
     return Ended.COMPLETED, replace(
         record,
@@ -126,7 +129,7 @@ def decide_complete(record: Record | None, claim: Claim, outcome: Outcome, *, no
         unknown=False,
         lease_expires_at=now,
         completed_at=now,
-        expires_at=now + kept(claim.ttl),
+        expires_at=expires_at,
         notes=notes,
     )
 
@@ -180,11 +183,10 @@ def decide_renew(record: Record | None, claim: Claim, *, now: float) -> tuple[Re
     if record.token != claim.token:
         return (Renewal.RENEWED if note.settled and claim.right else Renewal.LOST), None
     if record.state is not State.CLAIMED:
-        return Renewal.RENEWED, None
+        taken = record.state is State.COMPLETED and claim.operation.delivery.continues and note.continuing is not None
+        return (Renewal.LOST if taken else Renewal.RENEWED), None
     lease_end = now + claim.lease
-    return Renewal.RENEWED, replace(
-        record, lease_expires_at=lease_end, expires_at=lease_end + kept(claim.ttl)
-    )
+    return Renewal.RENEWED, replace(record, lease_expires_at=lease_end, expires_at=lease_end + kept(claim.ttl))
 
 
 def decide_settle(record: Record | None, message_id: str, *, now: float) -> Written:
@@ -198,9 +200,7 @@ def decide_settle(record: Record | None, message_id: str, *, now: float) -> Writ
     return replace(record, notes=_noted(record.notes, message_id, settled, now))
 
 
-def decide_parked(
-    record: Record | None, message_id: str, generation: int, count: int, *, now: float
-) -> Written:
+def decide_parked(record: Record | None, message_id: str, generation: int, count: int, *, now: float) -> Written:
     """Keep the highest count of a published parked copy; a higher generation starts anew."""
     if record is None or record.expires_at <= now or record.record_version > RECORD_VERSION:
         return None
@@ -299,18 +299,14 @@ def _restored(claim: Claim, now: float) -> Record:
     return replace(taken, fence=claim.fence)
 
 
-def _grant(
-    record: Record, operation: Operation, *, now: float, lease: float, ttl: float
-) -> tuple[Decision, Written]:
+def _grant(record: Record, operation: Operation, *, now: float, lease: float, ttl: float) -> tuple[Decision, Written]:
     message_id = operation.delivery.message_id
     note = record.note(message_id)
     previous = max(record.fence, note.continuing.fence if note.continuing else 0)
     right = Right(operation.token, next_fence(previous, now), operation.holder, now + lease)
     notes = _noted(record.notes, message_id, replace(note, continuing=right), now)
     granted = replace(record, notes=notes, expires_at=max(record.expires_at, now + lease))
-    return Decision(
-        Answer.COMPLETED, _right_of(granted, operation, right, lease, ttl), granted, now
-    ), granted
+    return Decision(Answer.COMPLETED, _right_of(granted, operation, right, lease, ttl), granted, now), granted
 
 
 def _right_of(record: Record, operation: Operation, right: Right, lease: float, ttl: float) -> Claim:

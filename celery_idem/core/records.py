@@ -279,7 +279,9 @@ class RunResult:
     value: Any = None
     decision: Decision | None = None
     claim: Claim | None = None
-    """Still open: the caller ends it with ``Engine.release`` or ``Engine.settle``."""
+    """Still open: the caller ends it with ``Engine.release``, ``Engine.settle`` or ``Engine.abandon``."""
+    error: BaseException | None = None
+    """What the body raised, or what its first run raised and this one replays."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,7 @@ class Store(Protocol):
     name: str
     """"memory", "sqlite", "postgresql", "redis": for events and messages, without credentials."""
 
-    def claim(
-        self, operation: Operation, *, lease: float, ttl: float, dead_fence: int | None = None
-    ) -> Decision:
+    def claim(self, operation: Operation, *, lease: float, ttl: float, dead_fence: int | None = None) -> Decision:
         """Claim the key in one atomic step, or report what stands in the way.
 
         Args:

@@ -47,9 +47,7 @@ class MemoryStore:
         if record is not None:
             self._records[key] = record
 
-    def claim(
-        self, operation: Operation, *, lease: float, ttl: float, dead_fence: int | None = None
-    ) -> Decision:
+    def claim(self, operation: Operation, *, lease: float, ttl: float, dead_fence: int | None = None) -> Decision:
         """See ``Store.claim``."""
         with self._lock:
             decision, written = decide.decide_claim(
@@ -68,9 +66,7 @@ class MemoryStore:
         if connection is not None:
             raise ConfigurationError("complete(connection=) needs a SQL store; this one is memory://")
         with self._lock:
-            ended, written = decide.decide_complete(
-                self._records.get(claim.key), claim, outcome, now=self._clock()
-            )
+            ended, written = decide.decide_complete(self._records.get(claim.key), claim, outcome, now=self._clock())
             self._write(claim.key, written)
             return ended
 

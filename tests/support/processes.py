@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -144,9 +144,12 @@ class Process:
         self.argv = list(argv)
         self._log_path = log_path
         self._final_log: str | None = None
-        drop = {} if user is None else {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
+        self._mark = 0
+        drop: dict[str, Any] = {}
+        if user is not None:
+            drop = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
         with log_path.open("ab") as log:
-            self._popen = subprocess.Popen(
+            self._popen: subprocess.Popen[bytes] = subprocess.Popen(
                 self.argv,
                 env=None if env is None else dict(env),
                 cwd=cwd,
@@ -154,7 +157,7 @@ class Process:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                **drop,  # type: ignore[arg-type]
+                **drop,
             )
         watchdog.tell(f"+group {self.pid}")
         self._handle: psutil.Process | None = None
@@ -185,8 +188,12 @@ class Process:
         return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
 
     def log_tail(self, lines: int = 40) -> str:
-        """Return the last lines of the log."""
-        return "\n".join(self.log.splitlines()[-lines:])
+        """Return the last lines of the log, none from before the last :meth:`mark_log`."""
+        return "\n".join(self.log[self._mark :].splitlines()[-lines:])
+
+    def mark_log(self) -> None:
+        """Let :meth:`log_tail` begin here."""
+        self._mark = len(self.log)
 
     def tree(self) -> list[psutil.Process]:
         """List the process and its living descendants, parents first."""
@@ -195,14 +202,14 @@ class Process:
         found: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             found = [self._handle, *self._handle.children(recursive=True)]
-        return [p for p in found if _living(p)]
+        return [p for p in found if living(p)]
 
-    def signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
         """Send a signal to the process alone; a process that is gone already is no error."""
         with contextlib.suppress(ProcessLookupError):
             self._popen.send_signal(number)
 
-    def signal_tree(self, number: signal.Signals) -> None:
+    def send_tree(self, number: signal.Signals) -> None:
         """Send a signal to the process first, then to every descendant, whatever group they moved to."""
         for process in self.tree():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -235,17 +242,18 @@ class Process:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._popen.wait(10)
-        wait_until(lambda: not any(_living(p) for p in tree), 10, f"{self.name} and its children are gone")
+        wait_until(lambda: not any(living(p) for p in tree), 10, f"{self.name} and its children are gone")
         watchdog.tell(f"-group {self.pid}")
 
     def close(self) -> None:
         """Kill whatever is left of it and keep the end of its log."""
         self.kill_tree()
         if self._final_log is None:
-            self._final_log = self.log[-200_000:]
+            self._final_log = self.log
 
 
-def _living(process: psutil.Process) -> bool:
+def living(process: psutil.Process) -> bool:
+    """Say whether a process still runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

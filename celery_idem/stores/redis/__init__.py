@@ -1,1 +1,1 @@
-"""The Redis store: one script and one key per verb."""
+"""The Redis store: one hash per record, one script per verb, one key per script."""

@@ -1,0 +1,221 @@
+"""What one Celery app needs to run idempotent tasks: settings, store, heartbeat and one engine per task.
+
+Nothing here does I/O before a task runs: publishers and web processes never need the store. A worker checks settings
+and store before it takes its first message and refuses to start where they are wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from celery import Celery, bootsteps
+
+from celery_idem.core.engine import Engine
+from celery_idem.core.events import Emitter, Event
+from celery_idem.core.heartbeat import Heartbeat
+from celery_idem.core.local_cache import LocalCache
+from celery_idem.core.policy import Policy
+from celery_idem.core.settings import PREFIX, Settings
+from celery_idem.errors import ConfigurationError, StoreUnavailable
+from celery_idem.stores.base import Store, open_store
+
+if TYPE_CHECKING:
+    from celery_idem.task import IdempotentTask
+
+logger = logging.getLogger("celery_idem")
+_runtimes: WeakKeyDictionary[Celery, Runtime] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def runtime_of(app: Celery) -> Runtime:
+    """The app's one ``Runtime``."""
+    runtime = _runtimes.get(app)
+    if runtime is None:
+        with _making:
+            runtime = _runtimes.setdefault(app, Runtime(app))
+    return runtime
+
+
+def close_all() -> None:
+    """Close every app's runtime in this process."""
+    for runtime in list(_runtimes.values()):
+        runtime.close()
+
+
+def given_settings(conf: Any) -> dict[str, Any]:
+    """The ``idempotency_*`` settings of a Celery configuration under their bare names, Django's namespace removed."""
+    names = set()
+    for key in conf:
+        name = str(key).lower()
+        name = name.removeprefix("celery_")
+        if name.startswith(PREFIX):
+            names.add(name)
+    return {name.removeprefix(PREFIX): conf.get(name) for name in names}
+
+
+class Runtime:
+    """Settings, store, heartbeat and engines of one app, each made when first needed."""
+
+    def __init__(self, app: Celery) -> None:
+        self.app = app
+        self.emit = Emitter(self._send_worker_event)
+        self._settings: Settings | None = None
+        self._store: Store | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._cache: LocalCache | None = None
+        self._policies: dict[str, Policy] = {}
+        self._engines: dict[str, Engine] = {}
+        self.confirming: Any = None
+        """The connection that names the pool of confirming producers; ``parking`` makes it."""
+
+    @property
+    def settings(self) -> Settings:
+        """The checked settings; ``ConfigurationError`` names what is wrong."""
+        if self._settings is None:
+            self._settings = Settings.load(given_settings(self.app.conf))
+        return self._settings
+
+    @property
+    def mode(self) -> str:
+        """``enforce``, ``observe`` or ``off``."""
+        return str(self.settings["mode"])
+
+    @property
+    def namespace(self) -> str:
+        """What separates this app's keys from another's in one store."""
+        return str(self.settings["namespace"] or self.app.main or "celery")
+
+    @property
+    def store(self) -> Store:
+        """The claim store, unopened until its first verb."""
+        if self._store is None:
+            url = self.settings["store"]
+            if not url:
+                raise ConfigurationError(
+                    "idempotency_store is not set: name a store, such as redis://localhost/2, "
+                    "postgresql+psycopg2://user@host/db or sqlite:///idempotency.db"
+                )
+            with _making:
+                if self._store is None:
+                    options = dict(self.settings["store_options"])
+                    self._store = open_store(url, timeout=self.settings["store_timeout"], **options)
+        return self._store
+
+    def engine_for(self, task: IdempotentTask) -> Engine:
+        """The engine that runs this task under its complete policy."""
+        engine = self._engines.get(task.name)
+        if engine is None:
+            engine = self._engines.setdefault(task.name, self._engine(task))
+        return engine
+
+    def policy_of(self, task: IdempotentTask) -> Policy:
+        """The task's policy with every gap filled from the settings, checked against the task's signature."""
+        policy = self._policies.get(task.name)
+        if policy is None:
+            policy = task.idempotency_policy.under(self.settings)
+            serializer = policy.serializer or task.serializer or self.app.conf.task_serializer
+            policy = self._policies.setdefault(task.name, Policy(serializer=serializer).over(policy))
+        return policy
+
+    def _engine(self, task: IdempotentTask) -> Engine:
+        with _making:
+            if self._cache is None:
+                self._cache = LocalCache(self.settings["local_cache"])
+        if self._heartbeat is None:
+            store = self.store
+            with _making:
+                if self._heartbeat is None:
+                    self._heartbeat = Heartbeat(store, self.emit, purge=self.settings["purge"])
+        return Engine(
+            self.store,
+            self.policy_of(task),
+            emit=self.emit,
+            heartbeat=self._heartbeat,
+            cache=self._cache,
+            accept=self.app.conf.result_accept_content or self.app.conf.accept_content,
+            dead_check=self.settings["dead_check"],
+            store_timeout=self.settings["store_timeout"],
+        )
+
+    def tasks(self) -> Iterator[IdempotentTask]:
+        """Every idempotent task the app knows."""
+        from celery_idem.task import IdempotentTask
+
+        return (task for task in self.app.tasks.values() if isinstance(task, IdempotentTask))
+
+    def check(self) -> list[str]:
+        """Warnings about settings, policies and store; ``ConfigurationError`` where a worker must not start."""
+        from celery_idem.publish import check_task
+
+        if self.mode == "off":
+            return ["mode is off: duplicates run"]
+        for task in self.tasks():
+            check_task(task, self.policy_of(task))
+        warnings = self.store.check()
+        shares = getattr(self.store, "shares_memory_with", None)
+        if shares is not None:
+            warnings += [w for w in [shares(self.app.conf.broker_write_url)] if w]
+        return warnings
+
+    def close(self) -> None:
+        """Stop the heartbeat and give back every connection."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        if self._store is not None:
+            self._store.close()
+
+    def _send_worker_event(self, event: Event) -> None:
+        if self.app.conf.worker_send_task_events:
+            name = f"idem-{event.name.value.lower().replace('_', '-')}"
+            with self.app.events.default_dispatcher() as dispatcher:
+                dispatcher.send(name, **event.fields)
+
+
+class CheckStore(bootsteps.StartStopStep):
+    """Worker start: refuse to take messages with wrong settings or a store that cannot work.
+
+    A store that merely does not answer is no reason to stay down: tasks wait and park until it does.
+    """
+
+    def __init__(self, parent: Any, **options: Any) -> None:
+        super().__init__(parent, **options)
+        self._app = parent.app
+
+    def start(self, parent: Any) -> None:  # noqa: ARG002  Celery's signature
+        """Check and warn."""
+        try:
+            for warning in runtime_of(self._app).check():
+                logger.warning("celery_idem: %s", warning)
+        except StoreUnavailable as error:
+            logger.warning("celery_idem: the store does not answer, tasks will wait for it: %s", error)
+
+    def stop(self, parent: Any) -> None:  # noqa: ARG002  Celery's signature
+        """Close what the main process opened."""
+        runtime_of(self._app).close()
+
+
+def ensure_installed(app: Celery) -> None:
+    """Add the worker's check and the signal handlers, once; called when an idempotent task is bound."""
+    from celery_idem import signals
+
+    app.steps["worker"].add(CheckStore)
+    signals.connect()
+
+
+def describe_settings(runtime: Runtime) -> Mapping[str, Any]:
+    """Every setting's value for ``celery idem check``, without the store's credentials."""
+    shown = dict(runtime.settings.values)
+    shown["store"] = _without_password(shown["store"])
+    shown["store_options"] = sorted(shown["store_options"])
+    shown["namespace"] = runtime.namespace
+    return shown
+
+
+def _without_password(url: str | None) -> str | None:
+    from kombu.utils.url import maybe_sanitize_url
+
+    return None if url is None else str(maybe_sanitize_url(url))

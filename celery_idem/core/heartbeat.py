@@ -1,0 +1,177 @@
+"""The renewal thread: one per process and store, for all leases in one batch.
+
+A lease is due a third of its length after its last confirmed renewal, so a task shorter than that costs nothing.
+Only the answer LOST takes a lease away; no answer means trying again, for the fence still guards. Between beats the
+thread gives back claims whose release got no answer, and deletes expired records, off every task's path. After a fork
+the child starts with a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from celery_idem.core.events import Emitter, EventName
+from celery_idem.core.records import Claim, Release, Renewal, Successor
+from celery_idem.errors import StoreError
+from celery_idem.stores.base import Store
+
+logger = logging.getLogger("celery_idem")
+
+PURGE_EVERY = 60.0
+"""Seconds between two purges of one process, give or take a third."""
+PURGE_LIMIT = 500
+"""Records one purge deletes at most."""
+RETRY_AFTER = 1.0
+"""Seconds between renewals while the store does not answer."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    claim: Claim
+    on_lost: Callable[[], None]
+    due: float
+
+
+@dataclass(slots=True)
+class _Leftover:
+    claim: Claim
+    reason: Release
+    successor: Successor | None
+    until: float
+
+
+class Heartbeat:
+    """Keeps claims and rights to continue alive until they are discarded or lost."""
+
+    def __init__(self, store: Store, emit: Emitter, *, purge: bool = True) -> None:
+        self._store = store
+        self._emit = emit
+        self._purge = purge
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._leases: dict[str, _Lease] = {}
+        self._leftovers: list[_Leftover] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._wakes_at = float("inf")
+        self._stopping = False
+        self._purges_at = time.monotonic() + random.uniform(PURGE_EVERY / 3, PURGE_EVERY)  # noqa: S311
+
+    def add(self, claim: Claim, on_lost: Callable[[], None]) -> None:
+        """Renew this claim from now on; ``on_lost`` is called once, on the renewal thread, if another took it."""
+        if self._pid != os.getpid():
+            self._reset()
+        lease = _Lease(claim, on_lost, time.monotonic() + claim.lease / 3)
+        with self._changed:
+            self._leases[claim.token] = lease
+            self._wake_by(lease.due)
+
+    def release_later(self, claim: Claim, reason: Release, successor: Successor | None = None) -> None:
+        """Give this claim back when the store answers again, or let it lapse within its lease."""
+        if self._pid != os.getpid():
+            self._reset()
+        now = time.monotonic()
+        with self._changed:
+            self._leases.pop(claim.token, None)
+            self._leftovers.append(_Leftover(claim, reason, successor, now + claim.lease))
+            self._wake_by(now + RETRY_AFTER)
+
+    def _wake_by(self, moment: float) -> None:
+        if self._thread is None:
+            self._stopping = False
+            self._thread = threading.Thread(target=self._run, name="celery_idem heartbeat", daemon=True)
+            self._thread.start()
+        elif moment < self._wakes_at:
+            self._changed.notify()
+
+    def discard(self, claim: Claim) -> None:
+        """Stop renewing; the lease lapses unless it is ended."""
+        if self._pid == os.getpid():
+            with self._changed:
+                self._leases.pop(claim.token, None)
+
+    def __len__(self) -> int:
+        return len(self._leases) if self._pid == os.getpid() else 0
+
+    def stop(self) -> None:
+        """End the thread and wait for it; leases still held lapse by themselves. ``add`` starts another."""
+        thread = self._thread
+        if thread is None or self._pid != os.getpid():
+            return
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        thread.join()
+        with self._changed:
+            self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._wakes_at = min([self._purges_at, *(lease.due for lease in self._leases.values())])
+                if self._leftovers:
+                    self._wakes_at = min(self._wakes_at, time.monotonic() + RETRY_AFTER)
+                if not self._stopping:
+                    self._changed.wait(max(0.0, self._wakes_at - time.monotonic()))
+                self._wakes_at = float("-inf")
+                if self._stopping:
+                    return
+                now = time.monotonic()
+                due = [lease for lease in self._leases.values() if lease.due <= now]
+            try:
+                if due:
+                    self.beat(due)
+                if self._leftovers:
+                    self._give_back(now)
+                if now >= self._purges_at:
+                    self._purges_at = now + PURGE_EVERY * random.uniform(0.67, 1.33)  # noqa: S311
+                    if self._purge:
+                        self._store.purge(PURGE_LIMIT)
+            except StoreError as error:
+                logger.info("celery_idem background work: %s", error)
+            except Exception:
+                logger.exception("the celery_idem heartbeat goes on after an error")
+
+    def beat(self, due: list[_Lease]) -> None:
+        """Renew these leases in one round trip and act on the answers."""
+        sent = time.monotonic()
+        try:
+            answers = self._store.renew([lease.claim for lease in due])
+        except StoreError as error:
+            for lease in due:
+                lease.due = time.monotonic() + min(RETRY_AFTER, lease.claim.lease / 6)
+                self._emit(EventName.RENEW_FAILED, lease.claim.operation, fence=lease.claim.fence, error=str(error))
+            return
+        for lease in due:
+            answer = answers.get(lease.claim.token, Renewal.BUSY)
+            if answer is Renewal.LOST:
+                self._lose(lease)
+            else:
+                lease.due = sent + lease.claim.lease / 3
+                if answer is Renewal.BUSY:
+                    lease.due = sent + min(RETRY_AFTER, lease.claim.lease / 6)
+
+    def _give_back(self, now: float) -> None:
+        with self._changed:
+            self._leftovers = [left for left in self._leftovers if left.until > now]
+            leftovers = list(self._leftovers)
+        for left in leftovers:
+            self._store.release(left.claim, left.reason, successor=left.successor)  # no answer: all stay for later
+            with self._changed:
+                self._leftovers.remove(left)
+
+    def _lose(self, lease: _Lease) -> None:
+        with self._changed:
+            if self._leases.pop(lease.claim.token, None) is None:
+                return  # it ended while the answer was on its way
+        if not lease.claim.right:
+            self._emit(EventName.LEASE_LOST, lease.claim.operation, fence=lease.claim.fence)
+        lease.on_lost()

@@ -1,0 +1,67 @@
+"""The frozen policy a task runs under: what ``@app.task(idempotency=Policy(...))`` says, over the app's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from celery_idem.core.settings import BY_NAME, PER_TASK, Settings, checked
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "<from the settings>"
+
+
+UNSET: Any = _Unset()
+"""A field nobody set: the parent class's policy or the app's setting decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How one task is made idempotent. What is left out comes from the base class, then from the settings.
+
+    Field by field this is the per-task part of docs/reference/settings.md; an unknown name is a TypeError, a value a
+    setting would refuse is a ``ConfigurationError``. ``name`` is the stable task name inside the key: set it before
+    you rename a task, so that messages in flight keep their keys.
+    """
+
+    name: str | None = None
+    key: str | Sequence[str] | Callable[[Mapping[str, Any]], Any] = UNSET
+    scope: str | Callable[[Any], str] | None = UNSET
+    fingerprint: Sequence[str] | None = UNSET
+    lease: float = UNSET
+    ttl: float = UNSET
+    wait_timeout: float = UNSET
+    on_conflict: Literal["park", "fail", "skip"] = UNSET
+    verify: Callable[..., Any] | None = UNSET
+    on_unknown: Literal["run", "fail"] = UNSET
+    on_lease_lost: Literal["stop", "continue"] = UNSET
+    max_deliveries: int = UNSET
+    storage_policy: Literal["fail_closed", "fail_open"] = UNSET
+    serializer: str | None = UNSET
+    result_max_bytes: int = UNSET
+    replay_failures: tuple[type[Exception], ...] = UNSET
+    cacheable: Callable[[Any], bool] | None = UNSET
+    on_replay: Callable[[Any, Any], Any] | None = UNSET
+
+    def __post_init__(self) -> None:
+        for name in PER_TASK:
+            value = getattr(self, name)
+            if value is not UNSET:
+                checked(name, value, shown_as=f"Policy({name}=…)")
+
+    def over(self, base: Policy) -> Policy:
+        """This policy where it says something, the base's elsewhere."""
+        said = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(base, **{k: v for k, v in said.items() if v is not UNSET and not (k == "name" and v is None)})
+
+    def under(self, settings: Settings | None = None) -> Policy:
+        """The complete policy: every field still unset taken from the settings, or from their defaults."""
+        values = {n: BY_NAME[n].default if settings is None else settings[n] for n in PER_TASK}
+        return self.over(Policy(**values))
+
+    def replays(self, error: BaseException) -> bool:
+        """Whether this exception is an outcome to be stored."""
+        return isinstance(error, tuple(self.replay_failures))

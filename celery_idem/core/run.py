@@ -1,0 +1,237 @@
+"""One claim from its grant to its end: what an earlier run left, the body, and what becomes of the claim.
+
+``Ending`` is the caller's word on the last part. Nothing here talks to the store but through the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from celery_idem.core.codec import NotKept
+from celery_idem.core.context import RUNNING, RunContext
+from celery_idem.core.events import EventName
+from celery_idem.core.records import (
+    Answer,
+    Claim,
+    Decision,
+    Ended,
+    Happened,
+    Kind,
+    NotHappened,
+    Operation,
+    Outcome,
+    Release,
+    RunResult,
+    Status,
+    Successor,
+)
+from celery_idem.errors import DeliveriesExhausted, LeaseLost, OutcomeUnknown
+from celery_idem.interrupt import Guard, soft_limit_held
+
+if TYPE_CHECKING:
+    from celery_idem.core.engine import Engine
+
+Body = Callable[[RunContext], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What becomes of the claim when the body is through; made by the three constructors below."""
+
+    outcome: Kind | None = None
+    value: Any = None
+    reason: Release | None = None
+    successor: Successor | None = None
+
+    @classmethod
+    def complete(cls, kind: Kind, value: Any = None) -> Ending:
+        """Store the outcome; ``value`` is the result, or the exception with FAILURE."""
+        return cls(outcome=kind, value=value)
+
+    @classmethod
+    def release(cls, reason: Release, successor: Successor | None = None) -> Ending:
+        """Give the key back."""
+        return cls(reason=reason, successor=successor)
+
+    @classmethod
+    def keep(cls) -> Ending:
+        """Hold the claim; the caller ends it when it has told everybody."""
+        return cls()
+
+
+class Run:
+    """One claim from its grant to its end."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        operation: Operation,
+        claim: Claim,
+        body: Body,
+        ending: Callable[[Any, BaseException | None], Ending],
+        *,
+        value_unread: bool,
+        observe: bool,
+    ) -> None:
+        self.engine, self.operation, self.claim = engine, operation, claim
+        self.body, self.ending = body, ending
+        self.value_unread, self.observe = value_unread, observe
+        self.guard = Guard()
+        self.lost = False
+        self.context = RunContext(
+            operation.key,
+            fence=claim.fence,
+            attempt=claim.attempts,
+            reclaimed=claim.unknown,
+            token=claim.token,
+            lost=lambda: self.lost,
+        )
+        self.decision: Decision | None = None
+
+    def start(
+        self,
+        decision: Decision,
+        verify: Callable[[RunContext], Any] | None,
+        on_claimed: Callable[[], None],
+    ) -> RunResult:
+        """Ask what became of an earlier run, run the body, end the claim."""
+        self.decision = decision
+        engine, claim = self.engine, self.claim
+        engine.heartbeat.add(claim, self._on_lost)
+        kept = False
+        try:
+            if decision.answer is Answer.RECLAIMED and not self.observe:
+                instead = self._instead_of_running(verify)
+                if instead is not None:
+                    kept = instead.claim is not None
+                    return instead
+            if decision.answer is Answer.RECLAIMED:
+                self._tell(EventName.LEASE_RECLAIMED, attempt=claim.attempts)
+            else:
+                self._tell(EventName.NEW)
+            on_claimed()
+            result = self._run()
+            kept = result.claim is not None
+            return result
+        except BaseException as error:
+            if self.lost and isinstance(error, LeaseLost):
+                return RunResult(Status.LEASE_LOST, decision=decision)
+            # Stopped outside the body: by a soft limit, or by a callback.
+            engine.release(claim, Release.INTERRUPTED if claim.unknown else Release.YIELDED)
+            raise
+        finally:
+            if not kept:
+                engine.heartbeat.discard(claim)
+
+    def _on_lost(self) -> None:
+        """Called on the renewal thread: another worker holds the key."""
+        self.lost = True
+        if self.engine.policy.on_lease_lost == "stop" and not self.observe:
+            self.guard.interrupt()
+
+    def _tell(self, name: EventName, **more: Any) -> None:
+        self.engine.emit(name, self.operation, fence=self.claim.fence, **more)
+
+    # --- the body --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> RunResult:
+        value, error = None, None
+        try:
+            with self.guard:
+                value, error = call(self.body, self.context)
+        except LeaseLost as lost:
+            error = lost
+        with soft_limit_held(discard=True):
+            if self.lost and not self.observe and (error is None or isinstance(error, (LeaseLost, Exception))):
+                return RunResult(Status.LEASE_LOST, decision=self.decision)
+            return self._end(self.ending(value, error), value, error)
+
+    def _end(self, ending: Ending, value: Any, error: BaseException | None) -> RunResult:
+        if ending.outcome is not None:
+            return self._complete(ending, value, error)
+        if ending.reason is not None:
+            ended = self.engine.release(self.claim, ending.reason, ending.successor)
+            if ended is Ended.LOST and error is None and not self.observe:
+                self._tell(EventName.LEASE_RECLAIMED_LOSS)
+                return RunResult(Status.LEASE_LOST, decision=self.decision)
+            return RunResult(Status.EXECUTED, value, self.decision, None, error)
+        return RunResult(Status.EXECUTED, value, self.decision, self.claim, error)
+
+    def _complete(self, ending: Ending, value: Any, error: BaseException | None) -> RunResult:
+        engine, kind, status = self.engine, ending.outcome, Status.EXECUTED
+        assert kind is not None  # noqa: S101  narrows the type; _end has just looked
+        outcome = ending.value
+        if kind is Kind.RESULT and self.value_unread:
+            encoded, _ = engine.encode(Kind.RESULT, None)
+        else:
+            try:
+                encoded, replayed = engine.encode(kind, outcome)
+                if error is None and not self.observe:
+                    value = replayed
+            except NotKept as not_kept:
+                encoded, status = None, Status.ENCODE_FAILED
+                self._tell(EventName.ENCODE_FAILED, error=str(not_kept))
+        ended = engine.complete(self.claim, Outcome(kind, encoded), patient=not self.observe)
+        if ended is Ended.LOST and not self.observe:
+            return RunResult(Status.LEASE_LOST, decision=self.decision)
+        open_right = self.claim if ended is Ended.COMPLETED and self.operation.delivery.continues else None
+        right = None if open_right is None else replace(open_right, right=True)
+        return RunResult(status, value, self.decision, right, error)
+
+    # --- an earlier run whose outcome nobody knows -------------------------------------------------------------------
+
+    def _instead_of_running(self, verify: Callable[[RunContext], Any] | None) -> RunResult | None:
+        """What to answer without running, or None to run: verify first, then the cap, then the policy."""
+        policy, attempts = self.engine.policy, self.claim.attempts
+        if verify is not None and attempts <= policy.max_deliveries + 1:
+            known = self._verified(verify)
+            if isinstance(known, NotHappened):
+                return None
+            if isinstance(known, Happened):
+                self._tell(EventName.REPLAYED, outcome=Kind.RESULT.value, verified=True)
+                return self._complete(Ending.complete(Kind.RESULT, known.value), known.value, None)
+        if attempts > policy.max_deliveries:
+            self._tell(EventName.EXHAUSTED, attempt=attempts)
+            text = (
+                f"{attempts - 1} runs of {self.operation.task or 'this operation'} died without an outcome "
+                f"(max_deliveries={policy.max_deliveries}): find out why, then run "
+                f"`celery idem forget {self.operation.key}`"
+            )
+            return self._fail(DeliveriesExhausted(text, key=self.operation.key, attempts=attempts - 1))
+        if policy.on_unknown == "fail":
+            self._tell(EventName.UNKNOWN_OUTCOME, attempt=attempts)
+            text = (
+                f"an earlier run of {self.operation.task or 'this operation'} may have had its effect: look, then "
+                f"`celery idem forget {self.operation.key}` to run it again"
+            )
+            return self._fail(OutcomeUnknown(text, key=self.operation.key))
+        return None
+
+    def _verified(self, verify: Callable[[RunContext], Any]) -> Any:
+        try:
+            with self.guard:
+                known = verify(self.context)
+        except Exception as error:  # noqa: BLE001  whatever verify raised, the outcome stays unknown
+            self._tell(EventName.UNKNOWN_OUTCOME, error=repr(error))
+            return None
+        if not isinstance(known, (Happened, NotHappened)):
+            self._tell(EventName.UNKNOWN_OUTCOME, error=f"verify returned {known!r}, not Happened or NotHappened")
+        return known
+
+    def _fail(self, failure: Exception) -> RunResult:
+        return self._complete(Ending.complete(Kind.FAILURE, failure), None, failure)
+
+
+def call(body: Body, context: RunContext) -> tuple[Any, BaseException | None]:
+    """The body's value or exception; only LeaseLost, which may belong to a run around it, comes out as itself."""
+    token = RUNNING.set(context)
+    try:
+        return body(context), None
+    except LeaseLost:
+        raise
+    except BaseException as error:  # noqa: BLE001  every way out of a body has a row in the table
+        return None, error
+    finally:
+        RUNNING.reset(token)

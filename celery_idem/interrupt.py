@@ -1,0 +1,339 @@
+"""Raise LeaseLost in the body that lost its lease, and in no other.
+
+``Guard`` stands around one body. Its contract is exact: where ``interrupt()`` answers True, LeaseLost comes out of
+the ``with`` statement, again at its end if the body swallowed it; where it answers False, none strikes the body (one
+not begun yet does not begin); and once the statement is left, nothing of it is left pending in the thread.
+
+A thread is struck by an asynchronous exception, at its next bytecode. The main thread (prefork, solo) is woken from
+its system call as well, by SIGURG: ignored by default and harmless to whoever gets one too many, so the soft time
+limit's SIGUSR1 and its handler are never touched. A gevent body is struck when it yields. Where none of this is
+possible ``interrupt()`` is False, and ``lost`` still tells.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from celery_idem.errors import LeaseLost
+
+_LEFT = object()
+_STRIKE_TIMEOUT = 5.0  # seconds to wait for another thread's two calls: only a fork between them loses that thread
+
+
+class Guard:
+    """Stands around one body; ``interrupt()`` raises LeaseLost inside it, or nowhere.
+
+    Good for one ``with`` statement. Of nested guards in one thread (an eager task called by a task) only the
+    outermost can be interrupted, which ends them all; for an inner one ``interrupt()`` is False. So a LeaseLost
+    caught around a guard whose ``enclosing_lost`` is true belongs further out: raise it on.
+    """
+
+    def __init__(self) -> None:
+        self._lost = False
+        self._target: _Target | None = None
+        self._outer: _Target | None = None
+
+    @property
+    def lost(self) -> bool:
+        """``interrupt()`` was called at some time, whether or not the body could be stopped."""
+        return self._lost
+
+    @property
+    def enclosing_lost(self) -> bool:
+        """The LeaseLost that comes out of this guard was raised for a guard around it."""
+        return self._outer is not None and self._outer.struck
+
+    def __enter__(self) -> Guard:
+        """Open the body to ``interrupt()``; where the lease is lost already, raise LeaseLost instead."""
+        try:
+            self._look_around()
+            aim = _take_aim() if self._outer is None else None
+            if aim is not None:
+                target = _Target(aim)
+                _here.target = weakref.ref(target)
+                self._target = target  # from here on interrupt() strikes
+            if self._lost:  # written before interrupt() looks for a target, so one of the two sees the other
+                raise LeaseLost
+        except BaseException:
+            self.close()  # __exit__ will not be called
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
+        self.close()
+        # What the body ended with is replaced, SystemExit and its like excepted: those end more than this body.
+        if self._target is not None and self._target.struck and (kind is None or issubclass(kind, Exception)):
+            raise LeaseLost
+
+    def close(self) -> None:
+        """Let nothing strike any more, and take back what has not struck yet.
+
+        The ``with`` statement does it. Call it again, as often as you like, in the ``finally`` behind that
+        statement: a signal handler that raises (a soft limit) may have cut ``__exit__`` off before its first line.
+        """
+        if self._target is not None:
+            self._target.leave()
+
+    def interrupt(self) -> bool:
+        """Raise LeaseLost in the body, from another thread. False: the body is over, or cannot be interrupted.
+
+        Another call wakes the main thread once more, should the first have come a moment before a system call.
+        """
+        self._lost = True
+        return self._target is not None and self._target.strike()
+
+    def _look_around(self) -> None:
+        """Note the target that is open around this guard in the same thread."""
+        outer = _here.target() if _here.target is not None else None
+        if outer is None or outer.left:
+            return
+        self._outer = outer
+        if outer.struck:
+            # Either its LeaseLost is still on its way, and strikes here, or the body around us has swallowed it,
+            # or it came out of the other guard's own __exit__ and that one is not around us at all.
+            outer.aim.settle()
+            self._outer = None
+
+
+class _Target:
+    """One body that can be struck, until somebody strikes it or it is left: whichever comes first, and only once.
+
+    Whoever first writes ``by`` decides. ``dict.setdefault`` is atomic, so neither thread needs a lock, and no
+    exception can strike the body's thread while it holds one.
+    """
+
+    def __init__(self, aim: _Aim) -> None:
+        self.aim = aim
+        self._end: dict[str, object] = {}
+        self._settled = False
+
+    @property
+    def left(self) -> bool:
+        return self._end.get("by") is _LEFT
+
+    @property
+    def struck(self) -> bool:
+        return self._end.get("by", _LEFT) is not _LEFT
+
+    def strike(self) -> bool:
+        mine = object()
+        by = self._end.setdefault("by", mine)
+        if by is mine:
+            self.aim.strike()
+        elif by is not _LEFT and not self._settled:
+            self.aim.wake()
+        return by is not _LEFT
+
+    def leave(self) -> None:
+        if self._settled:
+            return
+        if self._end.setdefault("by", _LEFT) is not _LEFT:
+            self.aim.withdraw()
+        self._settled = True
+
+
+class _Aim(Protocol):
+    """How to reach one body. ``settle`` and ``withdraw`` are called by the body's own thread."""
+
+    def strike(self) -> None: ...
+    def wake(self) -> None: ...
+    def settle(self) -> None: ...
+    def withdraw(self) -> None: ...
+
+
+class _Here(threading.local):
+    # Weak, so that a target whose __exit__ was cut off does not seem to be around whatever this thread runs later.
+    target: weakref.ref[_Target] | None = None
+
+
+_here = _Here()
+
+
+def _take_aim() -> _Aim | None:
+    """What can strike the code that calls this, or None where nothing can."""
+    if _is_green():
+        return _GreenletAim.take()
+    if _set_async_exc is None:
+        return None
+    return _ThreadAim(threading.get_ident(), wakeable=_wakeable())
+
+
+def _is_green() -> bool:
+    """Whether several bodies share this thread, so that what strikes the thread may strike another body."""
+    if not isinstance(threading.get_ident, types.BuiltinFunctionType):
+        return True  # monkey-patched: what is called a thread is a greenlet
+    greenlet = sys.modules.get("greenlet")
+    return greenlet is not None and greenlet.getcurrent().parent is not None
+
+
+class _ThreadAim:
+    """A body that has a thread to itself."""
+
+    def __init__(self, ident: int, *, wakeable: bool) -> None:
+        self._ident = ident
+        self._wakeable = wakeable
+        self._sent = threading.Event()
+
+    def strike(self) -> None:
+        try:
+            _throw_in(self._ident, LeaseLost)
+            self.wake()
+        finally:
+            self._sent.set()
+
+    def wake(self) -> None:
+        if self._wakeable:
+            with suppress(OSError):  # a platform that will not: the exception still waits at the next bytecode
+                signal.pthread_kill(self._ident, signal.SIGURG)
+
+    def settle(self) -> None:
+        self._sent.wait(_STRIKE_TIMEOUT)
+
+    def withdraw(self) -> None:
+        self.settle()
+        _throw_in(self._ident, None)
+
+
+class _GreenletAim:
+    """A body in a gevent greenlet, reached through the hub of its thread whenever it yields."""
+
+    def __init__(self, greenlet: Any, loop: Any) -> None:
+        self._greenlet = greenlet
+        self._loop = loop
+        self._withdrawn = False
+
+    @classmethod
+    def take(cls) -> _GreenletAim | None:
+        gevent = sys.modules.get("gevent")
+        if gevent is None:
+            return None
+        greenlet, hub = gevent.getcurrent(), gevent.get_hub()
+        if greenlet.parent is not hub or not hasattr(hub.loop, "run_callback_threadsafe"):
+            return None
+        return cls(greenlet, hub.loop)
+
+    def strike(self) -> None:
+        self._loop.run_callback_threadsafe(self._throw)
+
+    def _throw(self) -> None:
+        # Runs in the hub, so the body stands still in a yield, or is over and has said so.
+        if not self._withdrawn:
+            self._withdrawn = True
+            self._greenlet.throw(LeaseLost)
+
+    def wake(self) -> None:
+        """Nothing to do: a greenlet that yields is awake."""
+
+    def settle(self) -> None:
+        if not self._withdrawn:
+            self._withdrawn = True
+            raise LeaseLost
+
+    def withdraw(self) -> None:
+        self._withdrawn = True
+
+
+def _find_set_async_exc() -> Callable[[int, Any], int] | None:
+    try:
+        import ctypes
+
+        declare = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object)
+        call = declare(("PyThreadState_SetAsyncExc", ctypes.pythonapi))
+        nothing = ctypes.py_object()
+    except (ImportError, AttributeError):  # not CPython, or built without ctypes
+        return None
+    return lambda ident, error: call(ident, nothing if error is None else error)
+
+
+_set_async_exc = _find_set_async_exc()
+
+
+def _throw_in(ident: int, error: type[BaseException] | None) -> None:
+    """Have the thread raise ``error`` at its next bytecode, or take back one it has not raised yet (None)."""
+    if _set_async_exc is not None:
+        _set_async_exc(ident, error)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _wakeable() -> bool:
+    """Whether SIGURG ends a system call of the calling thread, now that a handler for it is sure to be there."""
+    if not (_in_main_thread() and hasattr(signal, "SIGURG") and hasattr(signal, "pthread_kill")):
+        return False
+    handler = signal.getsignal(signal.SIGURG)
+    if handler in (signal.SIG_DFL, signal.SIG_IGN):
+        try:
+            signal.signal(signal.SIGURG, _woken)
+        except ValueError:  # the main thread, but of a subinterpreter
+            return False
+        return True
+    return isinstance(handler, types.FunctionType | types.MethodType)  # the application's own does as well
+
+
+def _woken(_signum: int, _frame: object) -> None:
+    """End the system call: a pending LeaseLost strikes when this begins, and a handler that raises is not resumed."""
+
+
+@dataclass
+class HeldSoftLimit:
+    """What becomes of a soft time limit that fires meanwhile: dropped if ``discard``, else raised after all."""
+
+    discard: bool
+    fired: bool = False
+
+
+@contextmanager
+def soft_limit_held(*, discard: bool = False) -> Iterator[HeldSoftLimit]:
+    """Keep the soft time limit (SIGUSR1) from raising inside the block; it does so right after it.
+
+    With ``discard``, which the block may still decide by setting ``held.discard``, one that fired in a block that
+    ended well is dropped: a limit on the effect is moot once the effect is recorded. Only the main thread has a soft
+    limit; elsewhere, and under gevent or eventlet, this does nothing.
+
+    The handler is replaced rather than the signal blocked: the pool signals the process, so with SIGUSR1 blocked in
+    the main thread the kernel gives it to any other, the heartbeat's say, and Python runs the handler all the same.
+    """
+    held = HeldSoftLimit(discard)
+    handler = _soft_limit_handler()
+    if handler is None:
+        yield held
+        return
+
+    def note(_signum: int, _frame: object) -> None:
+        held.fired = True
+
+    try:
+        signal.signal(signal.SIGUSR1, note)
+        yield held
+    except BaseException:
+        held.discard = False
+        raise
+    finally:
+        _restore(handler)
+        if held.fired and not held.discard:
+            signal.raise_signal(signal.SIGUSR1)
+
+
+def _soft_limit_handler() -> Callable[..., Any] | int | None:
+    if not (hasattr(signal, "SIGUSR1") and _in_main_thread()) or _is_green():
+        return None
+    return signal.getsignal(signal.SIGUSR1)
+
+
+def _restore(handler: Callable[..., Any] | int) -> None:
+    try:
+        signal.signal(signal.SIGUSR1, handler)
+    except BaseException:
+        # Before it changes anything, signal.signal runs what other handlers are due, and one of them raised.
+        signal.signal(signal.SIGUSR1, handler)
+        raise

@@ -1,0 +1,131 @@
+"""Park a message: publish the same one again with a delay, confirmed, and only then let this copy be acked.
+
+The rule: no copy is acked on the strength of a message nobody has seen or confirmed. So the order is publish,
+confirm, note on the record, ``Ignore``; and where the publish fails the message goes back unacked, or, with early
+acks, the task fails loudly.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from celery.exceptions import Reject
+from kombu import pools
+
+from celery_idem.app import runtime_of
+from celery_idem.errors import ParkFailed
+from celery_idem.publish import NOT_COPIED, PARK_HEADER, STAMP_HEADER, Parked, Stamp, read_parked
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from celery_idem.task import IdempotentTask
+
+FIRST, LONGEST = 1.0, 15.0
+"""Seconds a copy that waits for another run is parked: doubled each time."""
+FIRST_OUTAGE, LONGEST_OUTAGE = 5.0, 60.0
+"""The same while the store does not answer or cannot be read."""
+DEFAULT_VISIBILITY = 3600.0
+"""Celery's visibility timeout on Redis, in seconds; on other brokers a harmless bound."""
+GIVE_BACK_AFTER = 1.0
+"""Seconds a message that could not be parked is held before it goes back, so that it does not spin."""
+PUBLISH_TRIES = 5
+"""How often an early-acked message is published again before its task fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Why a message is parked, and the bounds on how long."""
+
+    cause: str
+    below: float = float("inf")
+    """Seconds; the live lease's rest."""
+    exactly: float | None = None
+    """Seconds, where it is known when the wait is over."""
+    outage: bool = False
+    noted: int = 0
+    """The highest count of a parked copy of this generation the record knows."""
+
+
+def delay_of(count: int, wait: Wait, visibility: float, *, jitter: float) -> float:
+    """Seconds until the copy comes back: exponential in ``count``, below every bound, at least half a second."""
+    first, longest = (FIRST_OUTAGE, LONGEST_OUTAGE) if wait.outage else (FIRST, LONGEST)
+    exponential = min(longest, first * 2.0 ** min(count - 1, 10))
+    if wait.exactly is not None:
+        return max(0.5, min(wait.exactly, visibility / 3))
+    return max(0.5, min(exponential * (0.75 + jitter / 2), wait.below, visibility / 3, longest))
+
+
+def visibility_timeout(app: Celery) -> float:
+    """Seconds after which the broker gives an unacked message to somebody else."""
+    options = app.conf.broker_transport_options or {}
+    return float(options.get("visibility_timeout") or DEFAULT_VISIBILITY)
+
+
+def publish_parked(task: IdempotentTask, request: Any, stamp: Stamp, wait: Wait) -> tuple[int, float]:
+    """Publish the copy and have it confirmed; its count, and its delay in seconds.
+
+    Raises:
+        Reject: it could not be published, and the broker still has the message to give again.
+        ParkFailed: it could not be published, and nothing else holds the message.
+    """
+    generation = int(request.retries or 0)
+    parked = read_parked(request.headers or {})
+    own = parked.count if parked.generation == generation else 0
+    count = max(own, wait.noted) + 1
+    visibility = visibility_timeout(task.app)
+    delay = delay_of(count, wait, visibility, jitter=random.random())  # noqa: S311
+    signature = _copy(task, request, stamp, Parked(generation, count, _expires(request, parked)), delay)
+    tries = 1 if task.acks_late else PUBLISH_TRIES
+    for again in reversed(range(tries)):
+        try:
+            with confirmed_producer(task.app) as producer:
+                signature.apply_async(producer=producer, add_to_parent=False)
+        except Exception as error:
+            if again:
+                time.sleep(GIVE_BACK_AFTER)
+                continue
+            if task.acks_late:
+                time.sleep(GIVE_BACK_AFTER)
+                raise Reject(error, requeue=True) from error
+            raise ParkFailed(
+                f"{task.name}[{request.id}] could not be published again ({error!r}) and was acked early: "
+                "check the broker, then send it again; acks_late=True keeps such a message on the broker",
+                message_id=request.id,
+            ) from error
+        else:
+            return count, delay
+    raise AssertionError("unreachable")  # pragma: no cover
+
+
+def _copy(task: IdempotentTask, request: Any, stamp: Stamp, parked: Parked, delay: float) -> Any:
+    headers = {k: v for k, v in (request.headers or {}).items() if k not in NOT_COPIED}
+    headers |= {STAMP_HEADER: stamp.header(), PARK_HEADER: parked.header()}
+    return task.signature_of_copy(request, headers=headers, countdown=delay, retries=request.retries, expires=None)
+
+
+def _expires(request: Any, parked: Parked) -> str | None:
+    if parked.expires is not None:
+        return parked.expires
+    expires = request.expires
+    return None if expires is None else str(expires if isinstance(expires, str) else expires.isoformat())
+
+
+@contextmanager
+def confirmed_producer(app: Celery) -> Iterator[Any]:
+    """A pooled producer whose publish returns only when the broker has the message.
+
+    AMQP confirms on request; on Redis and the other virtual transports the write's own reply is the confirmation.
+    """
+    runtime = runtime_of(app)
+    if runtime.confirming is None:
+        options = {**(app.conf.broker_transport_options or {}), "confirm_publish": True}
+        runtime.confirming = app.connection_for_write(transport_options=options)
+    pool = pools.producers[runtime.confirming]  # kombu empties it after a fork
+    with pool.acquire(block=True, timeout=app.conf.broker_pool_acquire_timeout) as producer:
+        yield producer

@@ -1,0 +1,204 @@
+"""The idempotency headers of a message: written where it is published, read where it is run.
+
+``idempotency_key``    the caller's own key, before hashing.
+``idempotency_stamp``  JSON: v, task, id (the message's), key (digest of the key source), fp (fingerprint or "").
+                       It travels with every copy, so a deploy changes neither key nor fingerprint of a message in
+                       flight. A stamp that names another task or message was forwarded, and is derived anew.
+``idempotency_park``   JSON: generation, count, expires (the message's original expiry). Never copied by a retry.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from celery_idem.core import keys
+from celery_idem.core.canonical import NoCanonicalForm
+from celery_idem.core.engine import new_token
+from celery_idem.core.holder import current as this_process
+from celery_idem.core.policy import Policy
+from celery_idem.core.records import Delivery, Operation
+from celery_idem.errors import ConfigurationError, KeyMissing
+
+if TYPE_CHECKING:
+    from celery_idem.app import Runtime
+    from celery_idem.task import IdempotentTask
+
+KEY_HEADER = "idempotency_key"
+STAMP_HEADER = "idempotency_stamp"
+PARK_HEADER = "idempotency_park"
+NOT_COPIED = frozenset({PARK_HEADER, "redelivered"})
+"""Headers of one copy that no other message may inherit; kombu's Redis transport adds ``redelivered``."""
+STAMP_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Which message this is, and what its key and fingerprint were when it was published."""
+
+    task: str
+    message_id: str
+    key: str
+    fingerprint: str
+
+    def header(self) -> str:
+        """The header's text."""
+        facts = {"v": STAMP_VERSION, "task": self.task, "id": self.message_id, "key": self.key, "fp": self.fingerprint}
+        return json.dumps(facts, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """What a parked copy knows of itself."""
+
+    generation: int = 0
+    count: int = 0
+    expires: str | None = None
+
+    def header(self) -> str:
+        """The header's text."""
+        facts = {"generation": self.generation, "count": self.count, "expires": self.expires}
+        return json.dumps(facts, separators=(",", ":"))
+
+
+def read_stamp(headers: Mapping[str, Any], task: str, message_id: str | None) -> Stamp | None:
+    """The headers' stamp if it is this message's own and readable, else None.
+
+    A newer version is read for the fields this one knows.
+    """
+    facts = _json(headers.get(STAMP_HEADER))
+    stamp = Stamp(*(str(facts.get(name, "")) for name in ("task", "id", "key", "fp")))
+    own = stamp.task == task and stamp.message_id == message_id
+    return stamp if own and _is_hash(stamp.key) and (not stamp.fingerprint or _is_hash(stamp.fingerprint)) else None
+
+
+def read_parked(headers: Mapping[str, Any]) -> Parked:
+    """What the headers say about parking; garbage counts as never parked."""
+    facts = _json(headers.get(PARK_HEADER))
+    with suppress(KeyError, TypeError, ValueError, OverflowError):
+        expires = facts.get("expires")
+        return Parked(int(facts["generation"]), int(facts["count"]), expires if isinstance(expires, str) else None)
+    return Parked()
+
+
+def derive(
+    task: IdempotentTask,
+    policy: Policy,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    message_id: str,
+    explicit: str | None = None,
+) -> Stamp:
+    """Key and fingerprint from the call itself.
+
+    Raises:
+        KeyMissing: the key source yields nothing.
+        NoCanonicalForm: an argument has none, and the key or fingerprint needs it; under the message's id alone
+            there is simply no fingerprint.
+    """
+    source = keys.KeySource.parse(policy.key)
+    call = keys.bind(task.run, args, kwargs)
+    digest = source.digest(message_id=message_id, call=call, explicit=explicit)
+    try:
+        fingerprint = keys.fingerprint(call, policy.fingerprint)
+    except NoCanonicalForm:
+        if explicit is None and source.kind != "message":
+            raise
+        fingerprint = ""
+    return Stamp(task.name, message_id, digest, fingerprint)
+
+
+def stamped_headers(
+    task: IdempotentTask,
+    policy: Policy,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    message_id: str,
+    headers: Mapping[str, Any] | None,
+    explicit: str | None,
+) -> dict[str, Any]:
+    """The headers to publish: the message's own stamp kept, another's replaced, none added twice."""
+    stamped = dict(headers or {})
+    if explicit is None and read_stamp(stamped, task.name, message_id) is not None:
+        return stamped
+    if STAMP_HEADER in stamped:  # forwarded from another message, whose own key is none of ours
+        for name in (KEY_HEADER, STAMP_HEADER, PARK_HEADER):
+            stamped.pop(name, None)
+    if explicit is not None:
+        stamped[KEY_HEADER] = explicit
+    stamp = derive(task, policy, args, kwargs, message_id, stamped.get(KEY_HEADER))
+    stamped[STAMP_HEADER] = stamp.header()
+    return stamped
+
+
+def stamp_of(
+    task: IdempotentTask, policy: Policy, request: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Stamp:
+    """The stamp a received message carries, or the one it should have had."""
+    headers = request.headers or {}
+    stamp = read_stamp(headers, task.name, request.id)
+    if stamp is not None:
+        return stamp
+    explicit = None if STAMP_HEADER in headers else headers.get(KEY_HEADER)
+    return derive(task, policy, args, kwargs, request.id, explicit)
+
+
+def operation_of(
+    task: IdempotentTask, policy: Policy, runtime: Runtime, request: Any, stamp: Stamp, *, continues: bool
+) -> Operation:
+    """What this delivery claims, under a fresh token."""
+    scope = _scope(policy, request)
+    depth = int(request.replaced_task_nesting or 0)
+    name = policy.name or task.name
+    parked = read_parked(request.headers or {})
+    generation = int(request.retries or 0)
+    return Operation(
+        key=keys.effective_key(runtime.namespace, scope, name, depth, stamp.key),
+        delivery=Delivery(
+            message_id=request.id,
+            generation=generation,
+            continues=continues,
+            parked=parked.count if parked.generation == generation else 0,
+        ),
+        token=new_token(),
+        holder=this_process(),
+        task=name,
+        namespace=runtime.namespace,
+        scope=keys.scope_hash(scope) if scope else "",
+        fingerprint=stamp.fingerprint,
+    )
+
+
+def check_task(task: IdempotentTask, policy: Policy) -> None:
+    """``ConfigurationError`` if the policy names arguments the task has not."""
+    try:
+        keys.KeySource.parse(policy.key).check(task.run)
+        if policy.fingerprint is not None:
+            keys.check_names(task.run, policy.fingerprint)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"task {task.name}: {error}") from error
+
+
+def _scope(policy: Policy, request: Any) -> str:
+    if policy.scope is None:
+        return ""
+    scope = policy.scope(request) if callable(policy.scope) else policy.scope
+    if not isinstance(scope, str) or not scope.strip():
+        raise KeyMissing(f"idempotency_scope yielded {scope!r} for this request: it must name the tenant")
+    return scope
+
+
+def _json(header: Any) -> dict[str, Any]:
+    if isinstance(header, str):
+        with suppress(ValueError, RecursionError):
+            facts = json.loads(header)
+            if isinstance(facts, dict):
+                return facts
+    return {}
+
+
+def _is_hash(text: str) -> bool:
+    return len(text) == 64 and all(c in "0123456789abcdef" for c in text)

@@ -1,0 +1,121 @@
+"""What a Redis must be like to keep claims: recent enough, no eviction, something persisted, not the broker.
+
+Each finding is one sentence that ends with the next step and shows no credentials. Nothing is changed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from celery_idem.errors import ConfigurationError, StoreUnavailable
+from celery_idem.stores.redis.connection import wire_for
+from celery_idem.stores.redis.rows import pairs_of
+from celery_idem.stores.redis.wire import CREDENTIALS, Refusal, Wire
+
+OLDEST = (5, 0)
+"""Before 5.0 a script may not write after it read the clock."""
+
+
+def check_store(wire: Wire) -> list[str]:
+    """Warnings about the server; ``ConfigurationError`` where it cannot keep claims at all."""
+    try:
+        info = _info(wire)
+        settings = _settings(wire)
+    except StoreUnavailable as error:
+        if error.facts.get("code") in CREDENTIALS:
+            raise ConfigurationError(str(error)) from error
+        raise
+    _recent_enough(info)
+    if settings is None:
+        evicts = _evicts(info.get("maxmemory_policy"), info.get("maxmemory"))
+        unseen = "this user may not read CONFIG, so it could not be checked whether redis "
+        unseen += "persists its data" if info.get("maxmemory_policy") else "evicts or persists records"
+        asked = f"{unseen}: make sure that maxmemory-policy is noeviction and appendonly is yes"
+        return [*evicts, asked]
+    return [
+        *_evicts(settings.get("maxmemory-policy"), settings.get("maxmemory")),
+        *_persists(settings.get("appendonly"), settings.get("save")),
+    ]
+
+
+def shares_memory(store: Any, broker_url: str) -> str | None:
+    """A warning where the broker is the same Redis process as the store; None where it is not, or none answers.
+
+    Args:
+        store: a ``RedisStore``.
+        broker_url: as Celery has it; of other brokers nothing is asked.
+    """
+    if broker_url.partition(":")[0].partition("+")[0].lower() not in ("redis", "rediss", "socket", "unix"):
+        return None
+    try:
+        broker = wire_for(broker_url, timeout=2.0, options={})
+    except ConfigurationError:
+        return None
+    try:
+        ours, theirs = (_info(wire).get("run_id") for wire in (store.wire, broker))
+    except StoreUnavailable:
+        return None
+    finally:
+        broker.close()
+    if not ours or ours != theirs:
+        return None
+    return (
+        "broker and idempotency store are the same redis process: a full queue takes the records' memory, and one "
+        "outage takes both; give the store a redis of its own"
+    )
+
+
+def _info(wire: Wire) -> dict[str, str]:
+    replies = wire.commands([("INFO", "server"), ("INFO", "memory")])
+    found: dict[str, str] = {}
+    for reply in replies:
+        if isinstance(reply, Refusal):
+            raise reply.error
+        if isinstance(reply, dict):  # a client's own parser came first
+            found.update({str(name): str(value) for name, value in reply.items()})
+            continue
+        lines = reply.decode(errors="replace").splitlines()
+        found.update(line.split(":", 1) for line in lines if ":" in line)
+    return found
+
+
+def _settings(wire: Wire) -> dict[str, str] | None:
+    """The settings that matter, or None where CONFIG is forbidden or gone."""
+    names = ("maxmemory-policy", "maxmemory", "appendonly", "save")
+    found: dict[str, str] = {}
+    for reply in wire.commands([("CONFIG", "GET", name) for name in names]):
+        if isinstance(reply, Refusal):
+            return None
+        pairs: Mapping[Any, Any] = pairs_of(reply)
+        found.update({_text(name): _text(value) for name, value in pairs.items()})
+    return found or None
+
+
+def _recent_enough(info: Mapping[str, str]) -> None:
+    version = info.get("redis_version", "")
+    try:
+        numbers = tuple(int(part) for part in version.split(".")[:2])
+    except ValueError:
+        return
+    if numbers < OLDEST:
+        raise ConfigurationError(f"redis {version} is too old to keep claims: use 5.0 or newer")
+
+
+def _evicts(policy: str | None, maxmemory: str | None) -> list[str]:
+    if policy in (None, "noeviction") or maxmemory in (None, "", "0"):
+        return []
+    warning = f"redis may evict records when its memory is full (maxmemory-policy {policy}), and a task whose record "
+    return [warning + "is gone runs again: set maxmemory-policy noeviction"]
+
+
+def _persists(appendonly: str | None, save: str | None) -> list[str]:
+    if appendonly == "yes":
+        return []
+    if save:
+        return ["redis keeps snapshots only, and a restart forgets the claims since the last one: set appendonly yes"]
+    return ["redis persists nothing, and after a restart every task may run again: set appendonly yes"]
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,272 @@
+"""Commands over redis-py's connections: one exchange, one deadline, every driver error translated here.
+
+redis-py's own repeats are off, because they know nothing of the deadline. One repeat remains, for a pooled
+connection the server had closed: every verb may be asked twice, its token or fence makes it the same question.
+Where connections come from is connection.py's business, what the commands mean the store's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from redis import VERSION, exceptions
+
+from celery_idem.errors import StoreUnavailable
+from celery_idem.stores.redis.scripts import Script
+
+Command = Sequence[Any]
+
+# The server answered that it did not do it. redis-py takes the code off the errors it has a class for.
+_CODES = {
+    exceptions.BusyLoadingError: "LOADING",
+    exceptions.ReadOnlyError: "READONLY",
+    exceptions.OutOfMemoryError: "OOM",
+    exceptions.NoPermissionError: "NOPERM",
+    exceptions.NoScriptError: "NOSCRIPT",
+    exceptions.AuthenticationError: "NOAUTH",
+    exceptions.AuthorizationError: "NOAUTH",
+    exceptions.MaxConnectionsError: "POOL",
+}
+_REFUSED = re.compile(
+    r"\b(LOADING|READONLY|OOM|MISCONF|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|MOVED|ASK|TRYAGAIN|CROSSSLOT|NOAUTH|NOPERM"
+    r"|WRONGPASS|BUSY|WRONGTYPE|NOPROTO)\b|max number of clients reached|can't write against a read only|-OOM"
+)
+CREDENTIALS = frozenset({"NOAUTH", "NOPERM", "WRONGPASS"})
+_NEXT_STEP = {
+    "NOAUTH": "it refused the user or password: correct them in idempotency_store",
+    "WRONGPASS": "it refused the user or password: correct them in idempotency_store",
+    "NOPERM": "this user may not do it: allow it EVALSHA, EVAL and the key prefix (ACL)",
+    "OOM": "its memory is full: raise maxmemory; nothing was written",
+    "READONLY": "it is a replica: point idempotency_store at the primary",
+    "POOL": "every connection is in use: raise max_connections",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error reply to one command of several."""
+
+    error: StoreUnavailable
+
+    @property
+    def wrong_type(self) -> bool:
+        """Whether the key is no hash."""
+        return self.error.facts.get("code") == "WRONGTYPE"
+
+
+class Wire(Protocol):
+    """How the store talks to a server."""
+
+    def run(self, script: Script, key: str, args: Sequence[Any]) -> Any:
+        """The script's answer for one key; ``StoreUnavailable`` where there is none."""
+
+    def run_many(self, script: Script, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
+        """One answer or ``Refusal`` per (key, arguments), in one round trip where the server allows it."""
+
+    def commands(self, commands: Sequence[Command]) -> list[Any]:
+        """One answer or ``Refusal`` per command."""
+
+    def scan(self, pattern: str, count: int) -> Iterator[list[bytes]]:
+        """The keys that match, a page at a time; a key may come twice."""
+
+    def close(self) -> None:
+        """Give back every connection."""
+
+
+class PooledWire:
+    """Talks over connections lent by a redis-py pool, which is made anew in every process."""
+
+    def __init__(self, new_pool: Callable[[], Any], timeout: float) -> None:
+        self._new_pool = new_pool
+        self._timeout = timeout
+        self._pools: dict[int, Any] = {}
+        # Since 5.3 redis-py warns about the argument it needed before.
+        self._asked_for = () if tuple(int(part) for part in VERSION[:2]) >= (5, 3) else ("EVALSHA",)
+
+    def run(self, script: Script, key: str, args: Sequence[Any]) -> Any:
+        """See ``Wire.run``."""
+        deadline = time.monotonic() + self._timeout
+        (reply,) = self._exchange([("EVALSHA", script.sha, 1, key, *args)], deadline)
+        if isinstance(reply, exceptions.NoScriptError):
+            (reply,) = self._exchange([("EVAL", script.text, 1, key, *args)], deadline)
+        if isinstance(reply, exceptions.ResponseError):
+            raise unavailable(reply, sent=True)
+        return reply
+
+    def run_many(self, script: Script, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
+        """See ``Wire.run_many``."""
+        deadline = time.monotonic() + self._timeout
+        replies = self._exchange([("EVALSHA", script.sha, 1, key, *args) for key, args in calls], deadline)
+        missing = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
+        if missing:
+            again = self._exchange([("EVAL", script.text, 1, calls[i][0], *calls[i][1]) for i in missing], deadline)
+            for i, reply in zip(missing, again, strict=True):
+                replies[i] = reply
+        return [_or_refusal(reply) for reply in replies]
+
+    def commands(self, commands: Sequence[Command]) -> list[Any]:
+        """See ``Wire.commands``."""
+        return [_or_refusal(reply) for reply in self._exchange(commands, time.monotonic() + self._timeout)]
+
+    def scan(self, pattern: str, count: int) -> Iterator[list[bytes]]:
+        """See ``Wire.scan``."""
+        cursor: Any = 0
+        while True:
+            (reply,) = self.commands([("SCAN", cursor, "MATCH", pattern, "COUNT", count)])
+            if isinstance(reply, Refusal):
+                raise reply.error
+            cursor, names = reply
+            yield list(names)
+            if int(cursor) == 0:
+                return
+
+    def close(self) -> None:
+        """See ``Wire.close``."""
+        pool = self._pools.pop(os.getpid(), None)
+        if pool is None:
+            return
+        pool.disconnect()
+        for sentinel in getattr(getattr(pool, "sentinel_manager", None), "sentinels", ()):
+            sentinel.connection_pool.disconnect()
+
+    def _pool(self) -> Any:
+        """This process's pool. No lock: one held at a fork would stay held in the child for ever."""
+        mine = os.getpid()
+        pool = self._pools.get(mine)
+        if pool is None:
+            pool = self._pools.setdefault(mine, self._new_pool())
+            for other in [pid for pid in list(self._pools) if pid != mine]:
+                self._pools.pop(other, None)
+        return pool
+
+    def _exchange(self, commands: Sequence[Command], deadline: float) -> list[Any]:
+        """One answer per command, ``ResponseError`` among them; all on one connection, sent at once."""
+        landed = False
+        while True:
+            sent = False
+            pool = self._pool()
+            try:
+                connection = pool.get_connection(*self._asked_for)
+                try:
+                    sent = True
+                    return self._talk(connection, commands, deadline)
+                except BaseException:
+                    connection.disconnect()
+                    raise
+                finally:
+                    pool.release(connection)
+            except (exceptions.RedisError, OSError) as error:
+                failure = unavailable(error, sent=sent or landed)
+                stale = sent and _dropped(error) and not landed
+                landed = failure.may_have_landed
+                if not stale or time.monotonic() > deadline - self._timeout / 2:
+                    raise failure from error
+
+    def _talk(self, connection: Any, commands: Sequence[Command], deadline: float) -> list[Any]:
+        if len(commands) == 1:
+            connection.send_packed_command(connection.pack_command(*commands[0]))
+        else:
+            connection.send_packed_command(connection.pack_commands(commands))
+        replies: list[Any] = []
+        for _ in commands:
+            if not connection.can_read(timeout=max(deadline - time.monotonic(), 0.001)):
+                raise exceptions.TimeoutError("no answer in time")
+            try:
+                replies.append(connection.read_response())
+            except exceptions.ResponseError as error:
+                replies.append(error)
+                if isinstance(error, exceptions.ReadOnlyError):
+                    connection.disconnect()  # a demoted primary: the next verb looks up where the new one is
+        return replies
+
+
+class ClusterWire:
+    """Talks through a ``redis.cluster.RedisCluster``, which finds the node of each key; its timeouts are its own."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def run(self, script: Script, key: str, args: Sequence[Any]) -> Any:
+        """See ``Wire.run``."""
+        try:
+            return self._client.execute_command("EVALSHA", script.sha, 1, key, *args)
+        except exceptions.NoScriptError:
+            (reply,) = self.commands([("EVAL", script.text, 1, key, *args)])
+            if isinstance(reply, Refusal):
+                raise reply.error from None
+            return reply
+        except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
+            raise unavailable(error, sent=True) from error
+
+    def run_many(self, script: Script, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
+        """See ``Wire.run_many``: one round trip each, because their nodes differ."""
+        replies: list[Any] = []
+        for key, args in calls:
+            try:
+                replies.append(self.run(script, key, args))
+            except StoreUnavailable as error:
+                replies.append(Refusal(error))
+        return replies
+
+    def commands(self, commands: Sequence[Command]) -> list[Any]:
+        """See ``Wire.commands``."""
+        replies: list[Any] = []
+        for command in commands:
+            try:
+                replies.append(self._client.execute_command(*command))
+            except exceptions.ResponseError as error:
+                replies.append(Refusal(unavailable(error, sent=True)))
+            except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
+                raise unavailable(error, sent=True) from error
+        return replies
+
+    def scan(self, pattern: str, count: int) -> Iterator[list[bytes]]:
+        """See ``Wire.scan``."""
+        try:
+            for name in self._client.scan_iter(match=pattern, count=count):
+                yield [name]
+        except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
+            raise unavailable(error, sent=True) from error
+
+    def close(self) -> None:
+        """See ``Wire.close``: the client is its owner's."""
+
+
+def unavailable(error: BaseException, *, sent: bool) -> StoreUnavailable:
+    """The driver's error in our words; the server's address may be in it, credentials never are.
+
+    Args:
+        error: what redis-py raised.
+        sent: whether the command, or an earlier copy of it, had left this process.
+    """
+    code = code_of(error)
+    refused = code is not None
+    what = _NEXT_STEP.get(code or "") or f"{error}: check that it runs and that idempotency_store names it"
+    landed = sent and not refused
+    facts = {} if code is None else {"code": code}
+    return StoreUnavailable(f"redis gave no answer; {what}", may_have_landed=landed, **facts)
+
+
+def code_of(error: BaseException) -> str | None:
+    """The code of a refusal, or None where the server may have done what it was asked."""
+    for kind, code in _CODES.items():
+        if isinstance(error, kind):
+            return "WRONGPASS" if "WRONGPASS" in str(error) else code
+    if isinstance(error, exceptions.ResponseError) or "max number of clients" in str(error):
+        found = _REFUSED.search(str(error))
+        return None if found is None else found.group(1) or "REFUSED"
+    return None
+
+
+def _or_refusal(reply: Any) -> Any:
+    return Refusal(unavailable(reply, sent=True)) if isinstance(reply, exceptions.ResponseError) else reply
+
+
+def _dropped(error: BaseException) -> bool:
+    """Whether the connection broke, as opposed to a timeout or a refusal."""
+    return isinstance(error, (exceptions.ConnectionError, OSError)) and code_of(error) is None

@@ -1,0 +1,213 @@
+"""A row of the table as a ``Record``, and back.
+
+What a newer release put into a note survives a write by this one: fields it does not know are carried along. A row
+that makes no sense is ``RecordCorrupt``; a body that makes no sense is the codec's business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from celery_idem.core.codec import Encoded
+from celery_idem.core.records import RECORD_VERSION, Answer, Kind, Note, Outcome, Record, Right, State
+from celery_idem.errors import RecordCorrupt
+
+# Where the database's clock is not known before the write, the statement puts it in place of these. No text inside
+# the JSON can look like them: its quotes are escaped.
+AT_NOW, NOW = '"at":"@now"', '"at":'
+UNTIL_THEN, THEN = '"until":"@then"', '"until":'
+
+_KNOWN = frozenset({"over", "successor", "parked", "continuing", "settled", "at"})
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A record as read, with what a guarded write of it needs."""
+
+    record: Record
+    rev: int
+    notes: Mapping[str, Any]
+    """The notes as stored, with the fields this release does not know."""
+
+    def same(self, other: Row | None) -> bool:
+        """Whether nobody wrote the row between the two readings."""
+        return other is not None and other.rev == self.rev and other.record.token == self.record.token
+
+
+def corrupt(key: str, why: object) -> RecordCorrupt:
+    """The error for a row that cannot be read."""
+    return RecordCorrupt(
+        f"the record of key {key} cannot be read ({why}): look at it, then run `celery -A <app> idem forget {key}`",
+        key=key,
+    )
+
+
+def read_row(values: Sequence[Any]) -> Row:
+    """Read one row, its values in the order of ``COLUMNS``; ``RecordCorrupt`` if it makes no sense."""
+    version = values[25]
+    try:
+        return _row(values)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        if isinstance(version, int) and version > RECORD_VERSION:
+            return _newer(values)
+        raise corrupt(str(values[0]), f"{type(error).__name__}: {error}") from error
+
+
+def _row(values: Sequence[Any]) -> Row:
+    stored = {} if values[24] == "{}" else json.loads(values[24])
+    completed_at = values[17]
+    record = Record(
+        key=values[0],
+        state=State(values[2]),
+        token=_text(values[3]),
+        fence=int(values[5]),
+        message_id=_text(values[6]),
+        generation=int(values[7]),
+        attempts=int(values[8]),
+        answer=Answer(values[4]),
+        unknown=bool(values[9]),
+        task=_text(values[10]),
+        namespace=_text(values[11]),
+        scope=_text(values[12]),
+        fingerprint=_text(values[13]),
+        holder=_text(values[14]),
+        claimed_at=float(values[15]),
+        lease_expires_at=float(values[16]),
+        completed_at=None if completed_at is None else float(completed_at),
+        expires_at=float(values[18]),
+        outcome=None if values[19] is None else _outcome(values[19:24]),
+        notes={message_id: _note(note) for message_id, note in stored.items()},
+        record_version=int(values[25]),
+    )
+    return Row(record, int(values[1]), stored)
+
+
+def _newer(values: Sequence[Any]) -> Row:
+    """As much as the answer NEWER needs of a row only a newer release can read."""
+    key, rev, _, token, _, fence = values[:6]
+    expires_at = values[18] if isinstance(values[18], (int, float)) else float("inf")
+    record = Record(
+        key, State.CLAIMED, str(token), int(fence), "", 0, 0, expires_at=expires_at, record_version=values[25]
+    )
+    return Row(record, int(rev), {})
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} where text belongs")
+    return value
+
+
+def _outcome(values: Sequence[Any]) -> Outcome:
+    kind, content_type, content_encoding, checksum, body = values
+    if body is None:
+        return Outcome(Kind(kind))
+    body = body.encode() if isinstance(body, str) else bytes(body)
+    return Outcome(Kind(kind), Encoded(body, content_type or "", content_encoding or "", checksum or ""))
+
+
+def _note(stored: Mapping[str, Any]) -> Note:
+    successor, parked, right = stored.get("successor"), stored.get("parked"), stored.get("continuing")
+    return Note(
+        over=int(stored.get("over", -1)),
+        successor=None if successor is None else (int(successor["generation"]), float(successor["until"])),
+        parked=None if parked is None else (int(parked[0]), int(parked[1])),
+        continuing=None
+        if right is None
+        else Right(_text(right["token"]), int(right["fence"]), _text(right["holder"]), float(right["until"])),
+        settled=bool(stored.get("settled", False)),
+        at=float(stored.get("at", 0.0)),
+    )
+
+
+def store_notes(notes: Mapping[str, Note], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the notes as they are stored, over what is stored already."""
+    return {message_id: _stored(note, stored.get(message_id, {})) for message_id, note in notes.items()}
+
+
+def _stored(note: Note, before: Mapping[str, Any]) -> dict[str, Any]:
+    after = {name: value for name, value in before.items() if name not in _KNOWN}
+    if note.over != -1:
+        after["over"] = note.over
+    if note.successor is not None:
+        generation, due = note.successor
+        after["successor"] = {**(before.get("successor") or {}), "generation": generation, "until": due}
+    if note.parked is not None:
+        after["parked"] = list(note.parked)
+    if note.continuing is not None:
+        right = note.continuing
+        known = {"token": right.token, "fence": right.fence, "holder": right.holder, "until": right.lease_expires_at}
+        after["continuing"] = {**(before.get("continuing") or {}), **known}
+    if note.settled:
+        after["settled"] = True
+    after["at"] = note.at
+    return after
+
+
+def dump(stored: Mapping[str, Any]) -> str:
+    """Return the text of the notes column."""
+    return json.dumps(stored, separators=(",", ":")) if stored else "{}"
+
+
+def outcome_values(outcome: Outcome | None) -> dict[str, Any]:
+    """The outcome's five columns as parameters."""
+    encoded = None if outcome is None else outcome.encoded
+    return {
+        "new_outcome": None if outcome is None else outcome.kind.value,
+        "new_content_type": None if encoded is None else encoded.content_type,
+        "new_content_encoding": None if encoded is None else encoded.content_encoding,
+        "new_checksum": None if encoded is None else encoded.checksum,
+        "new_body": None if encoded is None else encoded.body,
+    }
+
+
+def values_of(record: Record, rev: int, notes: str) -> dict[str, Any]:
+    """Every column as parameters."""
+    return {
+        "new_key": record.key,
+        "new_rev": rev,
+        "new_state": record.state.value,
+        "new_token": record.token,
+        "new_answer": record.answer.value,
+        "new_fence": record.fence,
+        "new_message_id": record.message_id,
+        "new_generation": record.generation,
+        "new_attempts": record.attempts,
+        "new_unknown": record.unknown,
+        "new_task": record.task,
+        "new_namespace": record.namespace,
+        "new_scope": record.scope,
+        "new_fingerprint": record.fingerprint,
+        "new_holder": record.holder,
+        "new_claimed_at": record.claimed_at,
+        "new_lease_expires_at": record.lease_expires_at,
+        "new_completed_at": record.completed_at,
+        "new_expires_at": record.expires_at,
+        "new_notes": notes,
+        "new_record_version": record.record_version,
+        **outcome_values(record.outcome),
+    }
+
+
+def later(row: Row, written: Record) -> dict[str, Any]:
+    """Parameters of a write whose ``now`` only the database will know.
+
+    ``written`` is what a decision made of ``row`` at time 0, so whatever it changed counts from the write on. One
+    decision sets at most one time in a note besides ``at``, and that is ``then`` seconds later.
+    """
+    notes, then = store_notes(written.notes, row.notes), 0.0
+    for message_id, note in written.notes.items():
+        before = row.record.notes.get(message_id)
+        if note is before:
+            continue
+        notes[message_id]["at"] = "@now"
+        if note.successor is not None and (before is None or note.successor != before.successor):
+            then = note.successor[1]
+            notes[message_id]["successor"]["until"] = "@then"
+        if note.continuing is not None and (before is None or note.continuing != before.continuing):
+            then = note.continuing.lease_expires_at
+            notes[message_id]["continuing"]["until"] = "@then"
+    return {"new_notes": dump(notes), "then": then}

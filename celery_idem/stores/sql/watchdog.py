@@ -1,0 +1,77 @@
+"""Ends statements that outlive their deadline by shutting down their socket: the driver then fails at once.
+
+A driver waiting in ``recv`` for a stopped server cannot be interrupted from its own thread, and a timer per statement
+would cost more than the statement. So one daemon thread per process looks when the next deadline is due; a statement
+that ends in time costs two dictionary operations. After a fork the child starts with a watchdog of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+_NAP = 1.0  # seconds; while statements come and go the thread looks this often instead of being woken for each
+
+
+class Watchdog:
+    """The statements of one process that may not run for ever."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._watched: dict[int, tuple[float, Any]] = {}
+        self._next = 0
+        self._wakes_at = float("-inf")
+        self._thread: threading.Thread | None = None
+
+    def watch(self, connection: Any, deadline: float) -> int:
+        """End whatever this driver connection does at ``deadline`` (``time.monotonic``), until ``done``."""
+        with self._changed:
+            self._next += 1
+            self._watched[self._next] = (deadline, connection)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="celery_idem watchdog", daemon=True)
+                self._thread.start()
+            elif deadline < self._wakes_at:
+                self._changed.notify()
+            return self._next
+
+    def done(self, ticket: int) -> None:
+        """The statement is over, one way or the other."""
+        with self._changed:
+            self._watched.pop(ticket, None)
+
+    def _run(self) -> None:
+        seen = 0
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                for ticket, (deadline, connection) in list(self._watched.items()):
+                    if deadline <= now:
+                        # Under the lock: the connection cannot be given back, and its socket reused, meanwhile.
+                        del self._watched[ticket]
+                        hang_up(connection)
+                idle = not self._watched and self._next == seen
+                seen = self._next
+                nap = [now + _NAP] if not self._watched else []
+                self._wakes_at = min(nap + [deadline for deadline, _ in self._watched.values()])
+                self._wakes_at = float("inf") if idle else self._wakes_at
+                self._changed.wait(None if idle else max(0.0, self._wakes_at - now))
+
+
+def hang_up(connection: Any) -> None:
+    """Shut down the driver connection's socket without touching the driver's own state."""
+    with contextlib.suppress(Exception), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+_watchdogs: dict[int, Watchdog] = {}
+
+
+def watchdog() -> Watchdog:
+    """Return this process's watchdog; no lock, for a fork could leave one locked for ever."""
+    pid = os.getpid()
+    return _watchdogs.get(pid) or _watchdogs.setdefault(pid, Watchdog())

@@ -1,0 +1,906 @@
+"""LeaseLost strikes the body that lost its lease, or nothing at all: raced thousands of times, in every kind of thread.
+
+Set ``INTERRUPT_RACES`` to race longer.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from celery_idem import interrupt
+from celery_idem.errors import LeaseLost
+from celery_idem.interrupt import Guard, soft_limit_held
+
+ROOT = Path(__file__).parents[2]
+RACES = int(os.environ.get("INTERRUPT_RACES", "4000"))
+AT_ONCE = 0.5  # seconds
+DEADLINE = 30.0
+
+
+class SoftLimit(Exception):
+    """What the pool's handler raises."""
+
+
+@pytest.fixture(autouse=True)
+def _own_handlers() -> Iterator[None]:
+    numbers = (signal.SIGUSR1, signal.SIGURG)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def spin(rounds: int) -> int:
+    total = 0
+    for number in range(rounds):
+        total += number
+    return total
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns or raises in a thread of its own."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    assert results, "the thread did not end in time"
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
+
+
+def directly(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+anywhere = pytest.mark.parametrize("where", [directly, in_thread], ids=["main thread", "worker thread"])
+
+
+@contextmanager
+def striker() -> Iterator[tuple[Callable[[Guard], None], Callable[[], bool]]]:
+    """A thread that interrupts the guards it is given, each after a short random while, and tells the answers."""
+    guards: SimpleQueue[Guard | None] = SimpleQueue()
+    answers: SimpleQueue[bool] = SimpleQueue()
+    rng = random.Random(1)
+
+    def run() -> None:
+        while (guard := guards.get(timeout=DEADLINE)) is not None:
+            spin(rng.randrange(60))
+            answers.put(guard.interrupt())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield guards.put, lambda: answers.get(timeout=DEADLINE)
+    finally:
+        guards.put(None)
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def struck_after(seconds: float, guard: Guard) -> Iterator[list[float]]:
+    """Interrupt the guard from another thread after a while; the list gets the moment it was done."""
+    done: list[float] = []
+
+    def strike() -> None:
+        done.append(time.monotonic())
+        assert guard.interrupt()
+
+    timer = threading.Timer(seconds, strike)
+    timer.start()
+    try:
+        yield done
+    finally:
+        timer.join(DEADLINE)
+
+
+# -- the contract, raced -----------------------------------------------------------------------------------------------
+
+
+class Tally:
+    def __init__(self) -> None:
+        self.struck = self.ended = 0
+
+
+def race(rounds: int, body: Callable[[random.Random], None], seed: int) -> Tally:
+    """End bodies while they are interrupted; the answer must be the truth, and nothing may strike afterwards."""
+    tally, rng = Tally(), random.Random(seed)
+    with striker() as (strike, answer):
+        for number in range(rounds):
+            came_out = False
+            guard = Guard()
+            try:
+                with guard:
+                    strike(guard)
+                    body(rng)
+            except LeaseLost:
+                came_out = True
+            try:
+                told = answer()
+                spin(20)
+            except LeaseLost:
+                pytest.fail(f"struck after the guard was left, in round {number}")
+            assert told is came_out, f"round {number}: interrupt() said {told}"
+            assert guard.lost
+            tally.struck += came_out
+            tally.ended += not came_out
+    return tally
+
+
+def short(rng: random.Random) -> None:
+    spin(rng.randrange(120))
+
+
+def empty(rng: random.Random) -> None:
+    pass
+
+
+def failing(rng: random.Random) -> None:
+    """Ends with an error of its own, which must not hide a loss nor be lost without one."""
+    spin(rng.randrange(120))
+
+
+@pytest.mark.parametrize("body", [short, empty])
+def test_race_in_the_main_thread(body: Callable[[random.Random], None]) -> None:
+    tally = race(RACES, body, seed=2)
+    assert tally.struck + tally.ended == RACES
+
+
+def test_both_ends_of_the_race_are_met() -> None:
+    rounds = 0
+    total = Tally()
+    deadline = time.monotonic() + DEADLINE
+    while min(total.struck, total.ended) < 50:
+        assert time.monotonic() < deadline, f"struck {total.struck}, ended {total.ended}"
+        rounds += 1
+        tally = race(200, lambda rng: spin(rng.randrange(20 * rng.randrange(1, 40))), seed=rounds)
+        total.struck += tally.struck
+        total.ended += tally.ended
+
+
+def test_race_in_worker_threads() -> None:
+    results: SimpleQueue[Tally | BaseException] = SimpleQueue()
+
+    def run(seed: int) -> None:
+        try:
+            results.put(race(RACES // 2, short, seed))
+        except BaseException as error:
+            results.put(error)
+
+    threads = [threading.Thread(target=run, args=(seed,), daemon=True) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        outcome = results.get(timeout=120)
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+@anywhere
+def test_race_with_a_body_that_fails(where: Callable[[Callable[[], Any]], Any]) -> None:
+    def run() -> None:
+        rng = random.Random(5)
+        with striker() as (strike, answer):
+            for _ in range(RACES // 2):
+                came_out: type[BaseException] | None = None
+                try:
+                    with Guard() as guard:
+                        strike(guard)
+                        spin(rng.randrange(120))
+                        raise KeyError
+                except (LeaseLost, KeyError) as error:
+                    came_out = type(error)
+                assert came_out is (LeaseLost if answer() else KeyError)
+
+    where(run)
+
+
+@anywhere
+def test_race_with_a_body_that_swallows_everything(where: Callable[[Callable[[], Any]], Any]) -> None:
+    def run() -> None:
+        rng = random.Random(6)
+        with striker() as (strike, answer):
+            for _ in range(RACES // 2):
+                came_out = False
+                try:
+                    with Guard() as guard:
+                        strike(guard)
+                        try:
+                            spin(rng.randrange(120))
+                        except BaseException:
+                            pass
+                except LeaseLost:
+                    came_out = True
+                assert came_out is answer()
+
+    where(run)
+
+
+@anywhere
+def test_race_with_the_start_of_the_body(where: Callable[[Callable[[], Any]], Any]) -> None:
+    def run() -> None:
+        rng = random.Random(7)
+        with striker() as (strike, answer):
+            for _ in range(RACES // 2):
+                begun = came_out = False
+                guard = Guard()
+                strike(guard)
+                spin(rng.randrange(60))
+                try:
+                    with guard:
+                        begun = True
+                        spin(rng.randrange(60))
+                except LeaseLost:
+                    came_out = True
+                told = answer()
+                assert came_out or not told
+                assert not (begun and came_out) or told
+
+    where(run)
+
+
+@anywhere
+def test_race_with_nested_guards(where: Callable[[Callable[[], Any]], Any]) -> None:
+    """The outer one is struck while inner ones come and go, as are the inner ones, which are never stopped alone."""
+
+    def run() -> None:
+        rng = random.Random(8)
+        with striker() as (strike_outer, answer_outer), striker() as (strike_inner, answer_inner):
+            for _ in range(RACES // 4):
+                through_inner = came_out = False
+                asked_inner = 0
+                outer = Guard()
+                try:
+                    with outer:
+                        strike_outer(outer)
+                        for _ in range(rng.randrange(4)):
+                            inner = Guard()
+                            try:
+                                with inner:
+                                    asked_inner += 1
+                                    strike_inner(inner)
+                                    spin(rng.randrange(40))
+                            except LeaseLost:
+                                assert inner.enclosing_lost
+                                through_inner = True
+                                raise
+                except LeaseLost:
+                    came_out = True
+                    assert not outer.enclosing_lost
+                assert came_out is answer_outer()
+                assert came_out or not through_inner
+                assert [answer_inner() for _ in range(asked_inner)] == [False] * asked_inner or came_out
+
+    where(run)
+
+
+def test_race_with_a_soft_limit() -> None:
+    """A handler that raises anywhere, __enter__ and __exit__ included, leaves nothing that strikes later."""
+    armed = False
+
+    def limit(_signum: int, _frame: object) -> None:
+        if armed:
+            raise SoftLimit
+
+    def fire() -> None:
+        rng = random.Random(10)
+        while not stop.is_set():
+            time.sleep(rng.random() / 2000)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    signal.signal(signal.SIGUSR1, limit)
+    stop = threading.Event()
+    firing = threading.Thread(target=fire, daemon=True)
+    firing.start()
+    outcomes = dict.fromkeys(("ended", "LeaseLost", "SoftLimit"), 0)
+    rng = random.Random(11)
+    try:
+        with striker() as (strike, answer):
+            for _ in range(RACES):
+                guard = Guard()
+                asked = False
+                try:
+                    armed = True
+                    with guard:
+                        asked = True
+                        strike(guard)
+                        spin(rng.randrange(120))
+                    armed = False
+                    outcome = "ended"
+                except (LeaseLost, SoftLimit) as error:
+                    armed = False
+                    outcome = type(error).__name__
+                armed = False
+                guard.close()
+                told = asked and answer()
+                spin(20)
+                assert outcome == "LeaseLost" if told and outcome == "ended" else True
+                outcomes[outcome] += 1
+                with Guard() as after:
+                    assert after._target is not None or guard._target is None or not guard._target.left
+    finally:
+        armed = False
+        stop.set()
+        firing.join(DEADLINE)
+    assert outcomes["SoftLimit"] > 0
+
+
+# -- where it strikes --------------------------------------------------------------------------------------------------
+
+
+def sleeping() -> None:
+    time.sleep(DEADLINE)
+
+
+def waiting_for_a_lock() -> None:
+    lock = threading.Lock()
+    with lock:
+        lock.acquire(timeout=DEADLINE)
+
+
+def reading_a_socket() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        here.settimeout(DEADLINE)
+        here.recv(1)
+
+
+def waiting_for_a_child() -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", f"import time; time.sleep({DEADLINE})"]) as child:
+        try:
+            child.wait()
+        finally:
+            child.kill()
+
+
+def computing() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("body", [sleeping, waiting_for_a_lock, reading_a_socket, waiting_for_a_child, computing])
+def test_the_main_thread_is_stopped_at_once(body: Callable[[], None]) -> None:
+    guard = Guard()
+    with struck_after(0.1, guard) as struck, pytest.raises(LeaseLost), guard:
+        body()
+    assert time.monotonic() - struck[0] < AT_ONCE
+    assert guard.lost
+
+
+def test_the_main_thread_is_woken_every_time() -> None:
+    for _ in range(20):
+        guard = Guard()
+        with struck_after(0.02, guard) as struck, pytest.raises(LeaseLost), guard:
+            time.sleep(DEADLINE)
+        assert time.monotonic() - struck[0] < AT_ONCE
+
+
+def test_a_worker_thread_is_stopped_at_its_next_bytecode() -> None:
+    guard = Guard()
+
+    def work() -> None:
+        with guard:
+            while True:
+                time.sleep(0.01)
+
+    with struck_after(0.1, guard), pytest.raises(LeaseLost):
+        in_thread(work)
+
+
+def test_threads_beside_the_struck_one_are_left_alone() -> None:
+    stop = threading.Event()
+
+    def neighbour() -> int:
+        with Guard():
+            while not stop.is_set():
+                spin(10)
+        return 1
+
+    results: list[int] = []
+    others = [threading.Thread(target=lambda: results.append(neighbour()), daemon=True) for _ in range(2)]
+    for other in others:
+        other.start()
+    guard = Guard()
+    with struck_after(0.05, guard), pytest.raises(LeaseLost), guard:
+        sleeping()
+    stop.set()
+    for other in others:
+        other.join(DEADLINE)
+    assert results == [1, 1]
+
+
+def test_asyncio_in_the_body_is_stopped_too() -> None:
+    import asyncio
+
+    guard = Guard()
+    with struck_after(0.2, guard) as struck, pytest.raises(LeaseLost), guard:
+        asyncio.run(asyncio.sleep(DEADLINE))
+    assert time.monotonic() - struck[0] < AT_ONCE
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+@anywhere
+def test_a_body_that_was_left_cannot_be_struck(where: Callable[[Callable[[], Any]], Any]) -> None:
+    def run() -> None:
+        with Guard() as guard:
+            pass
+        assert not guard.lost
+        assert guard.interrupt() is False
+        assert guard.lost
+        spin(100)
+
+    where(run)
+
+
+@anywhere
+def test_a_body_does_not_begin_once_its_lease_is_lost(where: Callable[[Callable[[], Any]], Any]) -> None:
+    def run() -> None:
+        guard = Guard()
+        assert guard.interrupt() is False
+        with pytest.raises(LeaseLost), guard:
+            pytest.fail("the body began")
+        assert not guard.enclosing_lost
+        assert guard.interrupt() is False
+
+    where(run)
+
+
+def test_a_second_interrupt_wakes_and_does_not_strike_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[object] = []
+    monkeypatch.setattr(interrupt, "_throw_in", lambda _ident, error: sent.append(error))
+    monkeypatch.setattr(interrupt.signal, "pthread_kill", lambda _ident, number: sent.append(number))
+    guard = Guard()
+    with pytest.raises(LeaseLost), guard:
+        assert guard.interrupt() is True
+        assert guard.interrupt() is True
+    assert sent == [LeaseLost, signal.SIGURG, signal.SIGURG, None]
+    assert guard.interrupt() is True
+    guard.close()
+    assert len(sent) == 4
+
+
+@anywhere
+def test_an_exception_that_has_not_struck_is_withdrawn(
+    where: Callable[[Callable[[], Any]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left between the verdict and the strike: leaving waits for the other thread's calls, then takes them back."""
+    reached, go = threading.Event(), threading.Event()
+    real = interrupt._throw_in
+
+    def slow(ident: int, error: type[BaseException] | None) -> None:
+        if error is not None:
+            reached.set()
+            go.wait(DEADLINE)
+        real(ident, error)
+
+    monkeypatch.setattr(interrupt, "_throw_in", slow)
+
+    def run() -> None:
+        guard = Guard()
+        thread = threading.Thread(target=guard.interrupt, daemon=True)
+        opener = threading.Timer(0.1, go.set)
+        with pytest.raises(LeaseLost), guard:
+            thread.start()
+            assert reached.wait(DEADLINE)
+            opener.start()
+        thread.join(DEADLINE)
+        opener.join(DEADLINE)
+        spin(100)
+
+    where(run)
+
+
+@pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_what_ends_more_than_the_body_goes_first(
+    ending: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupt, "_throw_in", lambda *_: None)
+    with pytest.raises(ending), Guard() as guard:
+        assert guard.interrupt()
+        raise ending
+
+
+def test_the_bodys_own_error_is_the_context_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupt, "_throw_in", lambda *_: None)
+    with pytest.raises(LeaseLost) as caught, Guard() as guard:
+        guard.interrupt()
+        raise KeyError("order")
+    assert isinstance(caught.value.__context__, KeyError)
+
+
+@pytest.mark.parametrize("missing", ["ctypes", "greenlets"])
+def test_where_nothing_can_strike_the_guard_still_tells(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing == "ctypes":
+        monkeypatch.setattr(interrupt, "_set_async_exc", None)
+    else:
+        monkeypatch.setattr(threading, "get_ident", lambda: 1)  # as eventlet patches it
+        monkeypatch.delitem(sys.modules, "gevent", raising=False)
+    with Guard() as guard:
+        assert guard.interrupt() is False
+        assert guard.lost
+        spin(100)
+
+
+def test_a_greenlet_that_shares_its_thread_is_not_struck_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.SimpleNamespace(getcurrent=lambda: types.SimpleNamespace(parent=object()))
+    monkeypatch.setitem(sys.modules, "greenlet", module)
+    monkeypatch.delitem(sys.modules, "gevent", raising=False)
+    with Guard() as guard:
+        assert guard.interrupt() is False
+
+
+# -- nested ------------------------------------------------------------------------------------------------------------
+
+
+@anywhere
+def test_the_outer_loss_goes_out_through_the_inner_guard(where: Callable[[Callable[[], Any]], Any]) -> None:
+    def run() -> None:
+        outer, inner = Guard(), Guard()
+        with striker() as (strike, answer), pytest.raises(LeaseLost), outer:
+            with pytest.raises(LeaseLost) as caught, inner:
+                strike(outer)
+                while True:
+                    spin(10)
+            assert inner.enclosing_lost
+            assert not inner.lost
+            assert answer()
+            raise caught.value
+        assert not outer.enclosing_lost
+
+    where(run)
+
+
+def test_an_inner_loss_stops_nobody() -> None:
+    with Guard() as outer, Guard() as inner:
+        assert inner.interrupt() is False
+        assert inner.lost
+    assert not outer.lost
+
+
+@anywhere
+def test_a_guard_after_a_struck_one_is_not_nested_in_it(where: Callable[[Callable[[], Any]], Any]) -> None:
+    def run() -> None:
+        for _ in range(3):
+            guard = Guard()
+            with pytest.raises(LeaseLost), guard:
+                assert guard.interrupt()
+            assert not guard.enclosing_lost
+
+    where(run)
+
+
+def test_a_body_that_swallowed_its_loss_can_still_run_others() -> None:
+    outer = Guard()
+    with pytest.raises(LeaseLost), outer:
+        try:
+            outer.interrupt()
+        except LeaseLost:
+            pass
+        inner = Guard()
+        with pytest.raises(LeaseLost), inner:
+            inner.interrupt()
+        assert not inner.enclosing_lost
+
+
+def test_a_guard_whose_exit_was_cut_off_is_around_nobody() -> None:
+    guard = Guard()
+    guard.__enter__()  # and no __exit__: a soft limit struck its first line
+    with Guard() as nested:
+        assert nested.interrupt() is False
+    guard.close()
+    with pytest.raises(LeaseLost), Guard() as next_one:
+        assert next_one.interrupt()
+
+    guard = Guard()
+    guard.__enter__()
+    del guard
+    gc.collect()
+    with pytest.raises(LeaseLost), Guard() as next_one:
+        assert next_one.interrupt()
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def raise_soft_limit(_signum: int, _frame: object) -> None:
+    raise SoftLimit
+
+
+def test_a_soft_limit_in_the_body_is_untouched() -> None:
+    signal.signal(signal.SIGUSR1, raise_soft_limit)
+    with pytest.raises(SoftLimit), Guard() as guard:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        time.sleep(DEADLINE)
+    assert not guard.lost
+    assert signal.getsignal(signal.SIGUSR1) is raise_soft_limit
+
+
+def test_a_struck_body_never_meets_the_soft_limits_handler() -> None:
+    signal.signal(signal.SIGUSR1, lambda *_: pytest.fail("that was no soft limit"))
+    guard = Guard()
+    with struck_after(0.05, guard), pytest.raises(LeaseLost), guard:
+        time.sleep(DEADLINE)
+
+
+def test_the_handler_is_put_back_when_somebody_reset_it() -> None:
+    for reset in (signal.SIG_DFL, signal.SIG_IGN):
+        signal.signal(signal.SIGURG, reset)
+        guard = Guard()
+        with struck_after(0.05, guard) as struck, pytest.raises(LeaseLost), guard:
+            time.sleep(DEADLINE)
+        assert time.monotonic() - struck[0] < AT_ONCE
+        assert signal.getsignal(signal.SIGURG) is interrupt._woken
+
+
+def test_the_applications_own_handler_stays_and_serves() -> None:
+    calls: list[int] = []
+    mine = calls.append
+
+    def handler(signum: int, _frame: object) -> None:
+        mine(signum)
+
+    signal.signal(signal.SIGURG, handler)
+    guard = Guard()
+    with struck_after(0.05, guard) as struck, pytest.raises(LeaseLost), guard:
+        time.sleep(DEADLINE)
+    assert time.monotonic() - struck[0] < AT_ONCE
+    assert signal.getsignal(signal.SIGURG) is handler
+    signal.raise_signal(signal.SIGURG)
+    assert calls[-1] == signal.SIGURG
+
+
+def test_a_stray_wake_up_does_nothing() -> None:
+    with Guard():
+        pass
+    signal.raise_signal(signal.SIGURG)
+    time.sleep(0)
+
+
+# -- the soft limit, held ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _soft_limit() -> None:
+    signal.signal(signal.SIGUSR1, raise_soft_limit)
+
+
+def fire() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)  # to the process, as the pool does
+
+
+@pytest.fixture
+def _other_thread() -> Iterator[None]:
+    """A thread that takes SIGUSR1 whenever the main thread does not, as the heartbeat's would."""
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, args=(DEADLINE,), daemon=True)
+    thread.start()
+    yield
+    stop.set()
+    thread.join(DEADLINE)
+
+
+@pytest.mark.usefixtures("_soft_limit", "_other_thread")
+class TestHeld:
+    def test_it_is_raised_right_after_the_block(self) -> None:
+        passed = False
+        with pytest.raises(SoftLimit), soft_limit_held() as held:
+            fire()
+            time.sleep(0.05)
+            passed = True
+        assert passed
+        assert held.fired
+        assert signal.getsignal(signal.SIGUSR1) is raise_soft_limit
+
+    def test_it_is_dropped_on_request(self) -> None:
+        with soft_limit_held(discard=True) as held:
+            fire()
+            spin(100)
+        assert held.fired
+        with pytest.raises(SoftLimit):
+            fire()
+            time.sleep(DEADLINE)
+
+    def test_the_block_may_decide(self) -> None:
+        with soft_limit_held() as held:
+            fire()
+            spin(100)
+            held.discard = True
+        with pytest.raises(SoftLimit), soft_limit_held(discard=True) as held:
+            fire()
+            spin(100)
+            held.discard = False
+
+    def test_a_block_that_failed_drops_nothing(self) -> None:
+        with pytest.raises(SoftLimit) as caught, soft_limit_held(discard=True):
+            fire()
+            spin(100)
+            raise KeyError
+        assert isinstance(caught.value.__context__, KeyError)
+        with pytest.raises(KeyError), soft_limit_held(discard=True):
+            raise KeyError
+        assert signal.getsignal(signal.SIGUSR1) is raise_soft_limit
+
+    def test_nested_blocks_raise_at_the_outer_end(self) -> None:
+        inner_passed = False
+        with pytest.raises(SoftLimit), soft_limit_held() as outer:
+            with soft_limit_held() as inner:
+                fire()
+                spin(100)
+            inner_passed = True
+        assert inner_passed
+        assert inner.fired
+        assert outer.fired
+
+    def test_nothing_is_ever_lost_or_raised_inside(self) -> None:
+        """Fire at random moments around the block: each time it raises exactly once, and never inside."""
+        for number in range(RACES // 4):
+            rng = random.Random(number)
+            go = threading.Event()
+
+            def shoot(go: threading.Event = go, rounds: int = rng.randrange(400)) -> None:
+                go.wait(DEADLINE)
+                spin(rounds)
+                fire()
+
+            thread = threading.Thread(target=shoot, daemon=True)
+            thread.start()
+            inside = raised = False
+            try:
+                go.set()
+                spin(rng.randrange(100))
+                with soft_limit_held():
+                    inside = True
+                    spin(rng.randrange(400))
+                    inside = False
+                thread.join(DEADLINE)
+                spin(100)
+            except SoftLimit:
+                raised = True
+            thread.join(DEADLINE)
+            assert raised
+            assert not inside
+            assert signal.getsignal(signal.SIGUSR1) is raise_soft_limit
+
+    def test_a_lost_lease_still_strikes_inside(self) -> None:
+        guard = Guard()
+        with struck_after(0.05, guard), pytest.raises(LeaseLost), guard, soft_limit_held(discard=True):
+            time.sleep(DEADLINE)
+        assert signal.getsignal(signal.SIGUSR1) is raise_soft_limit
+
+    def test_another_handler_that_raises_on_the_way_out_changes_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real, calls = signal.signal, []
+
+        def cut_off_once(number: int, handler: Any) -> Any:
+            calls.append(handler)
+            if len(calls) == 2:
+                raise SystemExit
+            return real(number, handler)
+
+        monkeypatch.setattr(interrupt.signal, "signal", cut_off_once)
+        with pytest.raises(SystemExit), soft_limit_held():
+            pass
+        assert signal.getsignal(signal.SIGUSR1) is raise_soft_limit
+
+    def test_other_threads_have_no_soft_limit_to_hold(self) -> None:
+        def work() -> None:
+            with soft_limit_held(discard=True) as held:
+                assert signal.getsignal(signal.SIGUSR1) is raise_soft_limit
+            assert not held.fired
+
+        in_thread(work)
+
+
+def test_an_ignored_soft_limit_stays_ignored() -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    with soft_limit_held() as held:
+        fire()
+        spin(100)
+    assert held.fired
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+
+
+# -- gevent ------------------------------------------------------------------------------------------------------------
+
+GEVENT = """
+from gevent import monkey
+monkey.patch_all()
+import random
+import gevent
+from celery_idem.errors import LeaseLost
+from celery_idem.interrupt import Guard, soft_limit_held
+
+start = monkey.get_original("_thread", "start_new_thread")
+sleep = monkey.get_original("time", "sleep")
+escaped, outcomes, answers = [], [], []
+
+def body(number):
+    rng = random.Random(number)
+    came_out = begun = False
+    guard = Guard()
+    done = []
+    def strike():
+        sleep(rng.random() / 50)
+        done.append(guard.interrupt())
+    try:
+        with guard:
+            begun = True
+            start(strike, ())
+            gevent.sleep(rng.random() / 50)
+    except LeaseLost:
+        came_out = True
+    try:
+        while not done:
+            gevent.sleep(0.005)
+        gevent.sleep(0.01)
+        with soft_limit_held():
+            pass
+    except LeaseLost:
+        escaped.append(number)
+    outcomes.append((done[0], came_out))
+
+def swallowing():
+    guard = Guard()
+    try:
+        with guard:
+            guard.interrupt()
+            with Guard() as inner:
+                try:
+                    gevent.sleep(5)
+                finally:
+                    assert inner.enclosing_lost or guard._target.struck
+    except LeaseLost:
+        return True
+
+jobs = [gevent.spawn(body, number) for number in range(600)]
+gevent.joinall(jobs, timeout=60, raise_error=True)
+assert len(outcomes) == 600, len(outcomes)
+assert not escaped, escaped
+assert all(told == came_out for told, came_out in outcomes)
+assert {told for told, _ in outcomes} == {True, False}
+assert gevent.spawn(swallowing).get(timeout=10)
+with Guard() as root:
+    assert root.interrupt() is False
+print("ok", sum(told for told, _ in outcomes))
+"""
+
+if importlib.util.find_spec("gevent"):
+
+    def test_a_greenlet_is_stopped_when_it_yields_and_no_other_is() -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", GEVENT],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert done.stdout.startswith("ok"), done.stdout + done.stderr
