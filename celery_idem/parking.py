@@ -80,12 +80,12 @@ def publish_parked(task: IdempotentTask, request: Any, stamp: Stamp, wait: Wait)
     count = max(own, wait.noted) + 1
     visibility = visibility_timeout(task.app)
     delay = delay_of(count, wait, visibility, jitter=random.random())  # noqa: S311
-    signature = _copy(task, request, stamp, Parked(generation, count, _expires(request, parked)), delay)
+    header = Parked(generation, count, _expires(request, parked))
     tries = 1 if task.acks_late else PUBLISH_TRIES
     for again in reversed(range(tries)):
         try:
             with confirmed_producer(task.app) as producer:
-                signature.apply_async(producer=producer, add_to_parent=False)
+                _copy(task, request, stamp, header, delay).apply_async(producer=producer, add_to_parent=False)
         except Exception as error:
             if again:
                 time.sleep(GIVE_BACK_AFTER)

@@ -91,9 +91,9 @@ class Engine:
     ) -> None:
         self.store = store
         self.policy = (policy or Policy()).under()
-        self.emit = emit or Emitter()
-        self.heartbeat = heartbeat or Heartbeat(store, self.emit)
-        self.cache = cache or LocalCache(0)
+        self.emit = Emitter() if emit is None else emit
+        self.heartbeat = Heartbeat(store, self.emit) if heartbeat is None else heartbeat
+        self.cache = LocalCache(0) if cache is None else cache
         self._accept = tuple(accept)
         self._dead_check = dead_check
         self._store_timeout = store_timeout

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from celery_idem.core.records import Answer, Decision, Ended, Operation, Outcome
+from celery_idem.core.records import Answer, Decision, Ended, Kind, Operation, Outcome
 from celery_idem.stores.base import Store, open_store
 from tests.support.processes import wait_until
 
@@ -192,7 +192,7 @@ def _whole_run(store: Store, operation: Operation) -> str:
     decision = claim_once(store, operation)
     if decision.claim is None:
         return decision.answer.value
-    ended = store.complete(decision.claim, Outcome("RESULT"))  # type: ignore[arg-type]
+    ended = store.complete(decision.claim, Outcome(Kind.RESULT))
     return f"{decision.answer.value} {ended.value} {claim_once(store, operation).answer.value}"
 
 

@@ -297,7 +297,8 @@ class TaskApp:
             folder.mkdir()
         messages, control = map(str, folders.values())
         # One folder for both directions: worker and publisher share it, and the queue is in the file's name.
-        options = {"data_folder_in": messages, "data_folder_out": messages, "control_folder": control}
+        options: dict[str, Any] = {"data_folder_in": messages, "data_folder_out": messages, "control_folder": control}
+        options["polling_interval"] = 0.1  # seconds; 1 by default
         return {"broker_transport_options": options}
 
 

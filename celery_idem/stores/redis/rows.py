@@ -161,7 +161,7 @@ def _encoded(fields: Fields) -> Encoded | None:
 
 def _first_answer(fields: Fields) -> Answer:
     answer: Answer = _one_of(Answer, fields, "answer")
-    if answer not in (Answer.ACQUIRED, Answer.RECLAIMED):
+    if answer not in (Answer.ACQUIRED, Answer.RECLAIMED, Answer.COMPLETED):
         raise Unreadable("answer")
     return answer
 

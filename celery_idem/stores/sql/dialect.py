@@ -1,8 +1,9 @@
-"""Every statement the store sends, built once per engine; PostgreSQL and SQLite differ here and nowhere else.
+"""Every statement the store sends; PostgreSQL and SQLite differ here and nowhere else.
 
-PostgreSQL reads its clock once per statement, in a CTE: ``clock_timestamp()``, for ``now()`` stands still in a
-transaction. No statement waits for a row lock: rows are taken with ``SKIP LOCKED``, and a write that changed nothing
-though the row is as it was has met a lock. Nothing needs a session (pgbouncer): no SET, no LISTEN, nothing prepared.
+PostgreSQL reads its clock once per statement, in the CTE ``clock``: ``clock_timestamp()``, for ``now()`` stands still
+in a transaction. No statement waits for a row lock: rows are taken with ``SKIP LOCKED``, and a write that changed
+nothing though the row is as it was has met a lock. Nothing needs a session (pgbouncer): no SET, no LISTEN, nothing
+prepared.
 
 On SQLite ``:now`` is this host's ``time.time()``: the file is on this host, so every process reads the same clock, and
 SQLite's own is rounded to milliseconds, too coarse for fences.
@@ -10,265 +11,175 @@ SQLite's own is rounded to milliseconds, too coarse for fences.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import (
-    ARRAY,
-    BigInteger,
-    ColumnElement,
-    Double,
-    Executable,
-    Float,
-    Text,
-    any_,
-    bindparam,
-    cast,
-    column,
-    delete,
-    exists,
-    func,
-    insert,
-    literal,
-    select,
-    true,
-    tuple_,
-    union_all,
-    update,
-)
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Double, TextClause, literal, literal_column, select, text, tuple_
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects import sqlite as sqlite_dialect
 from sqlalchemy.engine import Dialect
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.functions import FunctionElement
-from sqlalchemy.sql.selectable import CTE, Select
+from sqlalchemy.sql.selectable import Select
 
 from celery_idem.core.records import RECORD_VERSION, State
-from celery_idem.stores.sql.rows import AT_NOW, NOW, THEN, UNTIL_THEN
 from celery_idem.stores.sql.schema import COLUMNS, OUTCOME_COLUMNS, record
 
-PAGE = 100  # records one statement of ``find`` reads, bodies and all
+_PLACES = {
+    "columns": ", ".join(COLUMNS),
+    "row": ", ".join(f"r.{name}" for name in COLUMNS),
+    "new": ", ".join(f":new_{name}" for name in COLUMNS),
+    "set": ", ".join(f"{name} = :new_{name}" for name in COLUMNS if name != "key"),
+    "set_but_outcome": ", ".join(f"{name} = :new_{name}" for name in COLUMNS if name not in {"key", *OUTCOME_COLUMNS}),
+    "version": str(RECORD_VERSION),
+    # The token too: a clock that stands still could repeat a rev after a purge.
+    "seen": "key = :key AND rev = :seen_rev AND token = :seen_token",
+    # What SKIP LOCKED leaves out is not updated; a plain UPDATE would wait for it.
+    "free": """key = (
+        SELECT key FROM celery_idem_record WHERE key = :key AND rev = :seen_rev AND token = :seen_token
+        FOR NO KEY UPDATE SKIP LOCKED)""",
+    "free_alive": """key = (
+        SELECT key FROM celery_idem_record WHERE key = :key AND rev = :seen_rev AND token = :seen_token
+        AND expires_at > (SELECT now FROM clock) FOR NO KEY UPDATE SKIP LOCKED)""",
+    # Times in a note that only the database knows; see ``rows.later``.
+    "timed_notes": """replace(replace(:new_notes, '"at":"@now"', '"at":' || clock.now::text),
+        '"until":"@then"', '"until":' || (clock.now + :then)::text)""",
+}
 
+_CLOCK = "clock AS MATERIALIZED (SELECT EXTRACT(EPOCH FROM clock_timestamp())::float8 AS now)"
+_INJECTED_CLOCK = "clock AS MATERIALIZED (SELECT CAST(:now AS float8) AS now)"
 
-class db_epoch(FunctionElement[float]):  # noqa: N801  reads like a function in SQL
-    """Seconds since 1970 by PostgreSQL's clock at this moment."""
+_EPOCH: Any = literal_column("EXTRACT(EPOCH FROM clock_timestamp())::float8", Double())
 
-    type = Double()
-    inherit_cache = True
+_SQLITE = {
+    "read": "SELECT {row}, :now FROM (SELECT 1) LEFT JOIN celery_idem_record r ON r.key = :key",
+    "insert": "INSERT INTO celery_idem_record ({columns}) VALUES ({new}) ON CONFLICT DO NOTHING",
+    "write": "UPDATE celery_idem_record SET {set} WHERE {seen}",
+    "write_but_outcome": "UPDATE celery_idem_record SET {set_but_outcome} WHERE {seen}",
+    "drop": "DELETE FROM celery_idem_record WHERE key = :key AND rev IS :seen_rev",
+    "purge": """
+        DELETE FROM celery_idem_record WHERE key IN (
+          SELECT key FROM celery_idem_record WHERE expires_at <= :now ORDER BY expires_at LIMIT :limit)""",
+}
 
-
-@compiles(db_epoch, "postgresql")
-def _postgresql_epoch(_element: Any, _compiler: Any, **_: Any) -> str:
-    return "EXTRACT(EPOCH FROM clock_timestamp())::float8"
+_POSTGRESQL = {
+    # A first run inserts, everything else reads and writes nothing. No row: somebody is inserting it, read again.
+    "claim": """
+        WITH {clock},
+        existing AS MATERIALIZED (SELECT {row} FROM celery_idem_record r WHERE key = :key),
+        fresh AS (
+          INSERT INTO celery_idem_record ({columns})
+          SELECT :new_key, greatest(floor(now * 1e6), 1)::bigint, :new_state, :new_token, :new_answer,
+            greatest(floor(now * 1e6), 1)::bigint, :new_message_id, :new_generation, :new_attempts, :new_unknown,
+            :new_task, :new_namespace, :new_scope, :new_fingerprint, :new_holder,
+            now, now + :new_lease_expires_at, NULL, now + :new_expires_at,
+            NULL, NULL, NULL, NULL, NULL, {timed_notes}, :new_record_version
+          FROM clock WHERE NOT EXISTS (SELECT 1 FROM existing)
+          ON CONFLICT (key) DO NOTHING RETURNING {columns})
+        SELECT existing.*, clock.now, false FROM existing, clock
+        UNION ALL SELECT fresh.*, clock.now, true FROM fresh, clock""",
+    "read": "WITH {clock} SELECT {row}, now FROM clock LEFT JOIN celery_idem_record r ON r.key = :key",
+    "read_many": """
+        WITH {clock}
+        SELECT {row}, now, wanted.key FROM unnest(CAST(:keys AS text[])) AS wanted(key) CROSS JOIN clock
+        LEFT JOIN celery_idem_record r ON r.key = wanted.key""",
+    "insert": "INSERT INTO celery_idem_record ({columns}) VALUES ({new}) ON CONFLICT (key) DO NOTHING",
+    "write": "UPDATE celery_idem_record SET {set} WHERE {free}",
+    "write_but_outcome": "UPDATE celery_idem_record SET {set_but_outcome} WHERE {free}",
+    # The claim this row was seen under ends; its times count from the write.
+    "end": """
+        WITH {clock}
+        UPDATE celery_idem_record SET rev = rev + 1, state = :new_state, unknown = :new_unknown, attempts = :new_attempts,
+          lease_expires_at = clock.now, completed_at = clock.now + :new_completed_at,
+          expires_at = clock.now + :new_expires_at, notes = {timed_notes}, outcome = :new_outcome, body = :new_body,
+          content_type = :new_content_type, content_encoding = :new_content_encoding, checksum = :new_checksum
+        FROM clock WHERE {free_alive} RETURNING clock.now""",
+    "note": """
+        WITH {clock}
+        UPDATE celery_idem_record SET rev = rev + 1, notes = {timed_notes}
+        FROM clock WHERE {free_alive} RETURNING clock.now""",
+    # Claims that are still what they were and that nobody locks; the others are read and decided one by one.
+    "renew": """
+        WITH {clock},
+        wanted AS (
+          SELECT * FROM unnest(CAST(:keys AS text[]), CAST(:tokens AS text[]), CAST(:leases AS float8[]),
+            CAST(:keeps AS float8[])) AS wanted(key, token, lease, keep)),
+        free AS (
+          SELECT r.key, lease, keep FROM celery_idem_record r JOIN wanted ON r.key = wanted.key AND r.token = wanted.token
+          WHERE state = 'CLAIMED' AND record_version <= {version} AND expires_at > (SELECT now FROM clock)
+          FOR NO KEY UPDATE OF r SKIP LOCKED)
+        UPDATE celery_idem_record r SET rev = rev + 1, lease_expires_at = now + lease, expires_at = now + lease + keep
+        FROM free, clock WHERE r.key = free.key
+        RETURNING r.key, r.token, r.rev, r.lease_expires_at, r.expires_at""",
+    "drop": """
+        DELETE FROM celery_idem_record WHERE key = (
+          SELECT key FROM celery_idem_record WHERE key = :key AND rev = :seen_rev FOR UPDATE SKIP LOCKED)""",
+    "purge": """
+        WITH {clock},
+        dead AS MATERIALIZED (
+          SELECT key FROM celery_idem_record WHERE expires_at <= (SELECT now FROM clock)
+          ORDER BY expires_at LIMIT :limit FOR UPDATE SKIP LOCKED)
+        DELETE FROM celery_idem_record WHERE key IN (SELECT key FROM dead)""",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One statement, as Core knows it and as the driver takes it."""
+    """One statement: for a connection of the caller's, and as the driver of the store's own takes it."""
 
-    construct: Executable
+    construct: TextClause
     text: str
     writes: bool
 
 
 class Statements:
-    """What every dialect has."""
+    """The statements by name, compiled once for an engine's driver."""
 
-    now: ColumnElement[float] = bindparam("now", type_=Double())
+    def __init__(self, dialect: Dialect, *, injected_clock: bool) -> None:
+        sources, compiler = _POSTGRESQL, postgresql.dialect(paramstyle="pyformat")  # type: ignore[no-untyped-call]
+        if dialect.name == "sqlite":
+            sources, compiler = _SQLITE, sqlite_dialect.dialect(paramstyle="named")  # type: ignore[no-untyped-call]
+        places = {**_PLACES, "clock": _INJECTED_CLOCK if injected_clock else _CLOCK}
+        self._by_name = {name: _statement(source.format(**places), compiler) for name, source in sources.items()}
 
-    def __init__(self, dialect: Dialect) -> None:
-        self._dialect = type(dialect)(paramstyle="named" if dialect.name == "sqlite" else "pyformat")
-        moving = [name for name in COLUMNS if name != "key"]
-        kept = [name for name in moving if name not in OUTCOME_COLUMNS]
-        self.read = self._reads(select(record, self._reading()).where(record.c.key == bindparam("key")))
-        self.insert = self._writes(self._insert(record).values(_new(COLUMNS)).on_conflict_do_nothing())
-        self.write = self._writes(update(record).where(self._seen()).values(_new(moving)))
-        self.write_but_outcome = self._writes(update(record).where(self._seen()).values(_new(kept)))
-        self.drop = self._writes(delete(record).where(self._seen()))
-
-    def _insert(self, table: Any) -> Any:
-        raise NotImplementedError
-
-    def _reading(self) -> ColumnElement[float]:
-        """The clock, as a column of a statement that reads."""
-        return self.now.label("now")
-
-    def _seen(self) -> ColumnElement[bool]:
-        """The row as it was seen. The token too: a clock standing still could repeat a rev after a purge."""
-        return (
-            (record.c.key == bindparam("key"))
-            & (record.c.rev == bindparam("seen_rev"))
-            & (record.c.token == bindparam("seen_token"))
-        )
-
-    def _reads(self, construct: Any) -> Statement:
-        return Statement(construct, str(construct.compile(dialect=self._dialect)), writes=False)
-
-    def _writes(self, construct: Any) -> Statement:
-        return Statement(construct, str(construct.compile(dialect=self._dialect)), writes=True)
-
-    def find(
-        self,
-        *,
-        task: str | None,
-        scope: str | None,
-        state: State | None,
-        older_than: float | None,
-        after: tuple[float, str] | None,
-        limit: int,
-    ) -> Select[Any]:
-        """One page of the records that match, the longest claimed first."""
-        query = select(record, self._reading()).where(record.c.expires_at > self.now)
-        query = query.order_by(record.c.claimed_at, record.c.key).limit(limit)
-        if task is not None:
-            query = query.where(record.c.task == task)
-        if scope is not None:
-            query = query.where(record.c.scope == scope)
-            if scope:
-                query = query.where(record.c.scope != literal("", literal_execute=True))
-        if state is not None:  # spelled out, so that the partial index fits
-            query = query.where(record.c.state == literal(state.value, literal_execute=True))
-        if older_than is not None:
-            query = query.where(record.c.claimed_at <= self.now - older_than)
-        if after is not None:
-            query = query.where(tuple_(record.c.claimed_at, record.c.key) > tuple_(*after))
-        return query
+    def __getitem__(self, name: str) -> Statement:
+        return self._by_name[name]
 
 
-class SQLiteStatements(Statements):
-    """Plain reads and guarded writes; every time in them was computed by the caller."""
-
-    def __init__(self, dialect: Dialect) -> None:
-        super().__init__(dialect)
-        expired = select(record.c.key).where(record.c.expires_at <= self.now)
-        expired = expired.order_by(record.c.expires_at).limit(bindparam("limit"))
-        self.purge = self._writes(delete(record).where(record.c.key.in_(expired)))
-
-    def _insert(self, table: Any) -> Any:
-        return sqlite.insert(table)
+def _statement(source: str, compiler: Dialect) -> Statement:
+    construct = text(" ".join(source.split()))
+    writes = "UPDATE celery" in source or "INSERT" in source or "DELETE" in source
+    return Statement(construct, str(construct.compile(dialect=compiler)), writes)
 
 
-class PostgreSQLStatements(Statements):
-    """With claim, end, note and renew in one round trip each."""
+def find_page(
+    clock: Callable[[], float] | None,
+    *,
+    task: str | None,
+    scope: str | None,
+    state: State | None,
+    older_than: float | None,
+    after: tuple[float, str] | None,
+    limit: int,
+) -> Select[Any]:
+    """One page of the records that match, the longest claimed first.
 
-    def __init__(self, dialect: Dialect, *, clock: bool) -> None:
-        """``clock`` is whether the server's clock counts, or an injected one in ``:now``."""
-        source = db_epoch() if clock else cast(bindparam("now"), Double)
-        self._clock: CTE = select(source.label("now")).cte("clock")
-        self.now = select(self._clock.c.now).scalar_subquery()
-        super().__init__(dialect)
-        self.claim = self._writes(self._claim())
-        self.end = self._writes(self._end())
-        self.note = self._writes(self._note())
-        self.renew = self._writes(self._renew())
-        self.read_many = self._reads(
-            select(record, self._reading()).where(record.c.key == any_(bindparam("keys", type_=ARRAY(Text))))
-        )
-        self.purge = self._writes(self._purge())
-
-    def _insert(self, table: Any) -> Any:
-        return postgresql.insert(table)
-
-    def _seen(self, *more: Any) -> ColumnElement[bool]:
-        row = record.alias("seen")
-        free = select(row.c.key).where(
-            row.c.key == bindparam("key"),
-            row.c.rev == bindparam("seen_rev"),
-            row.c.token == bindparam("seen_token"),
-            *(condition(row.c) for condition in more),
-        )
-        return record.c.key == free.with_for_update(key_share=True, skip_locked=True).scalar_subquery()
-
-    def _alive(self, columns: Any) -> ColumnElement[bool]:
-        return columns.expires_at > self.now
-
-    def _claim(self) -> Any:
-        """Insert the record if there is none, else read it; no row if somebody else is inserting it."""
-        existing = select(record).where(record.c.key == bindparam("key")).cte("existing")
-        now = self._clock.c.now
-        microseconds = cast(func.greatest(func.floor(now * 1_000_000.0), 1.0), BigInteger)
-        values = {
-            **_new(COLUMNS),
-            "rev": microseconds,
-            "fence": microseconds,
-            "claimed_at": now,
-            "lease_expires_at": now + bindparam("new_lease_expires_at", type_=Double()),
-            "expires_at": now + bindparam("new_expires_at", type_=Double()),
-            "notes": self._timed(now),
-        }
-        source = select(*(cast(values[name], record.c[name].type) for name in COLUMNS)).select_from(self._clock)
-        source = source.where(~exists(select(existing.c.key)))
-        fresh = self._insert(record).from_select(COLUMNS, source).on_conflict_do_nothing()
-        fresh = fresh.returning(*record.c).cte("fresh")
-        return union_all(
-            select(literal(False).label("inserted"), *existing.c, self.now.label("now")),
-            select(true().label("inserted"), *fresh.c, self.now.label("now")),
-        )
-
-    def _end(self) -> Any:
-        """End the claim this row was seen under, its times counted from the write."""
-        values = {name: bindparam(f"new_{name}", type_=record.c[name].type) for name in OUTCOME_COLUMNS}
-        completed = bindparam("new_completed", type_=Double())  # 0 for a completion, NULL for a release
-        ended = update(record).where(self._seen(self._alive)).values(
-            **values,
-            rev=record.c.rev + 1,
-            state=bindparam("new_state", type_=Text()),
-            unknown=bindparam("new_unknown", type_=record.c.unknown.type),
-            attempts=bindparam("new_attempts", type_=record.c.attempts.type),
-            lease_expires_at=self.now,
-            completed_at=self.now + completed,
-            expires_at=self.now + bindparam("new_expires_at", type_=Double()),
-            notes=self._timed(self.now),
-        )
-        return ended.returning(self.now)
-
-    def _note(self) -> Any:
-        """Write the notes of the row as it was seen."""
-        noted = update(record).where(self._seen(self._alive))
-        return noted.values(rev=record.c.rev + 1, notes=self._timed(self.now)).returning(self.now)
-
-    def _timed(self, now: Any) -> ColumnElement[str]:
-        then = now + bindparam("then", type_=Double())
-        notes = func.replace(bindparam("new_notes", type_=Text()), AT_NOW, literal(NOW) + cast(now, Text))
-        return func.replace(notes, UNTIL_THEN, literal(THEN) + cast(then, Text))
-
-    def _renew(self) -> Any:
-        """Move the leases of all claims that are still what they were and that nobody locks."""
-        leases = func.unnest(
-            bindparam("keys", type_=ARRAY(Text)),
-            bindparam("tokens", type_=ARRAY(Text)),
-            cast(bindparam("leases", type_=ARRAY(Double)), ARRAY(Double)),
-            cast(bindparam("keeps", type_=ARRAY(Double)), ARRAY(Double)),
-        )
-        wanted = leases.table_valued(
-            column("key", Text), column("token", Text), column("lease", Double), column("keep", Double)
-        ).render_derived(name="wanted")
-        row = record.alias("seen")
-        free = (
-            select(row.c.key, wanted.c.lease, wanted.c.keep)
-            .join(wanted, (row.c.key == wanted.c.key) & (row.c.token == wanted.c.token))
-            .where(
-                row.c.state == State.CLAIMED.value,
-                row.c.record_version <= RECORD_VERSION,
-                self._alive(row.c),
-            )
-            .with_for_update(of=row, key_share=True, skip_locked=True)
-            .cte("free")
-        )
-        end = self.now + free.c.lease
-        moved = update(record).where(record.c.key == free.c.key)
-        moved = moved.values(rev=record.c.rev + 1, lease_expires_at=end, expires_at=end + free.c.keep)
-        return moved.returning(
-            record.c.key, record.c.token, record.c.rev, record.c.lease_expires_at, record.c.expires_at
-        )
-
-    def _purge(self) -> Any:
-        dead = select(record.c.key).where(record.c.expires_at <= self.now).order_by(record.c.expires_at)
-        dead = dead.limit(bindparam("limit")).with_for_update(skip_locked=True).cte("dead")
-        return delete(record).where(record.c.key.in_(select(dead.c.key)))
-
-
-def _new(names: Any) -> dict[str, Any]:
-    return {name: bindparam(f"new_{name}", type_=record.c[name].type) for name in names}
-
-
-__all__ = ["PAGE", "Float", "PostgreSQLStatements", "SQLiteStatements", "Statement", "Statements", "db_epoch"]
+    Args:
+        clock: in place of PostgreSQL's.
+        after: ``claimed_at`` and key of the page before's last record.
+    """
+    c = record.c
+    now: Any = select(_EPOCH).scalar_subquery() if clock is None else literal(clock(), Double())
+    query = select(record, now).where(c.expires_at > now).order_by(c.claimed_at, c.key).limit(limit)
+    if task is not None:
+        query = query.where(c.task == task)
+    if scope is not None:
+        query = query.where(c.scope == scope)
+    if scope:  # spelled out, like the state below, so that the partial index fits
+        query = query.where(c.scope != literal("", literal_execute=True))
+    if state is not None:
+        query = query.where(c.state == literal(state.value, literal_execute=True))
+    if older_than is not None:
+        query = query.where(c.claimed_at <= now - older_than)
+    if after is not None:
+        query = query.where(tuple_(c.claimed_at, c.key) > tuple_(*after))
+    return query

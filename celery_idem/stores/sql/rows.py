@@ -14,12 +14,9 @@ from typing import Any
 from celery_idem.core.codec import Encoded
 from celery_idem.core.records import RECORD_VERSION, Answer, Kind, Note, Outcome, Record, Right, State
 from celery_idem.errors import RecordCorrupt
+from celery_idem.stores.sql.schema import COLUMNS
 
-# Where the database's clock is not known before the write, the statement puts it in place of these. No text inside
-# the JSON can look like them: its quotes are escaped.
-AT_NOW, NOW = '"at":"@now"', '"at":'
-UNTIL_THEN, THEN = '"until":"@then"', '"until":'
-
+CLAIMED_AT = COLUMNS.index("claimed_at")
 _KNOWN = frozenset({"over", "successor", "parked", "continuing", "settled", "at"})
 
 
@@ -164,6 +161,18 @@ def outcome_values(outcome: Outcome | None) -> dict[str, Any]:
     }
 
 
+def end_values(written: Record) -> dict[str, Any]:
+    """What ending a claim changes, as parameters; times as ``written`` has them."""
+    return {
+        "new_state": written.state.value,
+        "new_unknown": written.unknown,
+        "new_attempts": written.attempts,
+        "new_completed_at": written.completed_at,
+        "new_expires_at": written.expires_at,
+        **outcome_values(written.outcome),
+    }
+
+
 def values_of(record: Record, rev: int, notes: str) -> dict[str, Any]:
     """Every column as parameters."""
     return {
@@ -192,22 +201,23 @@ def values_of(record: Record, rev: int, notes: str) -> dict[str, Any]:
     }
 
 
-def later(row: Row, written: Record) -> dict[str, Any]:
-    """Parameters of a write whose ``now`` only the database will know.
+def later(before: Row | None, written: Record) -> dict[str, Any]:
+    """The notes as parameters of a write whose ``now`` only the database will know.
 
-    ``written`` is what a decision made of ``row`` at time 0, so whatever it changed counts from the write on. One
+    ``written`` is what a decision made of ``before`` at time 0, so whatever it changed counts from the write on. One
     decision sets at most one time in a note besides ``at``, and that is ``then`` seconds later.
     """
-    notes, then = store_notes(written.notes, row.notes), 0.0
+    old, stored = ({}, {}) if before is None else (before.record.notes, before.notes)
+    notes, then = store_notes(written.notes, stored), 0.0
     for message_id, note in written.notes.items():
-        before = row.record.notes.get(message_id)
-        if note is before:
+        was = old.get(message_id, Note())
+        if note is was:
             continue
         notes[message_id]["at"] = "@now"
-        if note.successor is not None and (before is None or note.successor != before.successor):
+        if note.successor is not None and note.successor != was.successor:
             then = note.successor[1]
             notes[message_id]["successor"]["until"] = "@then"
-        if note.continuing is not None and (before is None or note.continuing != before.continuing):
+        if note.continuing is not None and note.continuing != was.continuing:
             then = note.continuing.lease_expires_at
             notes[message_id]["continuing"]["until"] = "@then"
     return {"new_notes": dump(notes), "then": then}

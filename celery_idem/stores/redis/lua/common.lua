@@ -71,7 +71,7 @@ local function json_of(note)
 end
 
 local STATES = {CLAIMED = true, COMPLETED = true, RELEASED = true}
-local ANSWERS = {ACQUIRED = true, RECLAIMED = true}
+local ANSWERS = {ACQUIRED = true, RECLAIMED = true, COMPLETED = true}
 local FLAGS = {['0'] = true, ['1'] = true}
 local KINDS = {RESULT = true, FAILURE = true, IGNORED = true, REPLACED = true}
 

@@ -23,11 +23,12 @@ redis.call('HSET', KEY, 'state', 'COMPLETED', 'attempts', '0', 'unknown', '0', '
 if ARGV[18] == '1' then
   redis.call('HSET', KEY, 'body', ARGV[19], 'type', ARGV[20], 'encoding', ARGV[21], 'checksum', ARGV[22])
 end
+local expires = NOW + kept(tonumber(ARGV[7]))
 if ARGV[5] == '1' then
-  note.continuing = {
-    token = ARGV[2], fence = tonumber(ARGV[8]), holder = ARGV[9], ['until'] = NOW + tonumber(ARGV[6]),
-  }
+  local until_ = NOW + tonumber(ARGV[6])
+  note.continuing = {token = ARGV[2], fence = tonumber(ARGV[8]), holder = ARGV[9], ['until'] = until_}
+  expires = math.max(expires, until_)
   put(message, note)
 end
-expire(NOW + kept(tonumber(ARGV[7])))
+expire(expires)
 return 'COMPLETED'

@@ -21,6 +21,7 @@ if note.continuing and note.continuing.token == ARGV[2] then
   return 'RENEWED'
 end
 if r.token ~= ARGV[2] then return note.settled and right and 'RENEWED' or 'LOST' end
+if r.state == 'COMPLETED' and ARGV[5] == '1' and note.continuing then return 'LOST' end
 if r.state == 'CLAIMED' then
   redis.call('HSET', KEY, 'lease_end', text(lease_end))
   expire(lease_end + kept(tonumber(ARGV[7])))

@@ -1,0 +1,77 @@
+# One command per job. Everything installs into .venv, made from PYTHON (3.10 or newer).
+#
+#   make demo [ARGS="--broker redis --store postgresql"]    see it work
+#   make test    the whole suite, on real servers it starts itself      make unit    what needs no server
+#   make check   what CI runs: lint, types, test                        make clean   remove what was built here
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+# The demo needs the runtime package, and the clients of the services its arguments name.
+DEMO_EXTRAS := $(if $(findstring redis,$(ARGS)),redis) $(if $(findstring postgres,$(ARGS)),postgres)
+empty :=
+comma := ,
+DEMO_NAME := $(subst $(empty) $(empty),$(comma),$(strip $(DEMO_EXTRAS)))
+DEMO_STAMP := $(VENV)/.runtime$(if $(DEMO_NAME),-$(subst $(comma),-,$(DEMO_NAME)))
+DEMO_SERVERS := $(strip $(if $(findstring redis,$(ARGS)),redis-server) \
+    $(if $(findstring postgres,$(ARGS)),postgresql) $(if $(findstring amqp,$(ARGS))$(findstring rabbit,$(ARGS)),rabbitmq-server))
+DEMO_SPEC := .$(if $(DEMO_NAME),[$(DEMO_NAME)])
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test unit check lint types bench services clean
+
+help:
+	@sed -n '3,$${/^#/!q; s/^# \{0,1\}//; p;}' Makefile
+
+demo: $(DEMO_STAMP)
+	@$(if $(DEMO_SERVERS),scripts/install-services $(DEMO_SERVERS))
+	@$(BIN)/python -m example_project.demo $(ARGS)
+
+test: $(VENV)/.dev services
+	$(BIN)/pytest $(ARGS)
+
+unit: $(VENV)/.dev
+	$(BIN)/pytest tests/unit $(ARGS)
+
+# In this order and one after the other, so that pytest's closing line is the last thing said.
+check:
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory types
+	@$(MAKE) --no-print-directory test
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev services
+	$(BIN)/python -m example_project.bench $(ARGS)
+
+services:
+	@scripts/install-services
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# -- the environment, made once and kept in step with pyproject.toml --------------------------------------------------
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "No $(PYTHON) here. Name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "$(PYTHON) is $$($(PYTHON) -V 2>&1); celery_idem needs 3.10 or newer: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || scripts/install-services python3-venv || { \
+	    echo "$(PYTHON) cannot make a virtual environment; install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(DEMO_STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '$(DEMO_SPEC)'
+	@touch $@

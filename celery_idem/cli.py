@@ -1,0 +1,377 @@
+"""``celery -A app idem …``: the operator's view of the claim store.
+
+Each command asks the app's own settings, tasks and store, prints text or (``--json``) one document, and ends with 0,
+with 1 where it refused or the store gave no answer, or with 2 for wrong usage. Which record is meant is the business
+of ``cli_key``, how things are said that of ``cli_text``; docs/reference/cli.md describes both.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import click
+from celery.bin.base import CeleryCommand, handle_preload_options
+
+from celery_idem import cli_text as text
+from celery_idem.app import Runtime, given_settings, runtime_of
+from celery_idem.cli_key import Choice, Refusal, chosen_key, key_text, names_a_record, option, task_named, tasks_of
+from celery_idem.core import holder, keys
+from celery_idem.core.codec import Undecodable, decode_exception, decode_value
+from celery_idem.core.policy import UNSET, Policy
+from celery_idem.core.records import RECORD_VERSION, Kind, Outcome, Record, State
+from celery_idem.errors import CeleryIdemError, RecordCorrupt
+from celery_idem.stores.base import Store
+from celery_idem.task import IdempotentTask
+
+WANTS_JSON = "celery_idem.json"
+
+
+class Idem(click.Group):
+    """Tells every refusal in one line, without a traceback and without credentials."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except (CeleryIdemError, Refusal) as error:
+            kind, shape = (error.kind, error.shape) if isinstance(error, Refusal) else (type(error).__name__, {})
+            given = given_settings(ctx.obj.app.conf)
+            url, options = given.get("store"), given.get("store_options")
+            secrets = text.secrets_of(url if isinstance(url, str) else "", options if isinstance(options, Mapping) else {})
+            refusal = Refusal(kind, text.scrubbed(text.one_line(error), secrets), **shape)
+            refusal.wants_json = ctx.meta.get(WANTS_JSON, False)
+            raise refusal from error
+
+
+class Duration(click.ParamType):
+    """Seconds, or ``90s``, ``10m``, ``2h``, ``1d``, ``1h30m``."""
+
+    name = "duration"
+    UNITS = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}  # noqa: RUF012 - a table
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Seconds, or a usage error."""
+        if isinstance(value, (int, float)):
+            return float(value)
+        if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
+            return float(value)
+        if not re.fullmatch(r"([0-9]+(\.[0-9]+)?[smhd])+", value):
+            self.fail(f"{value!r} is no duration: write 90, 90s, 10m, 2h, 1d or 1h30m", param, ctx)
+        return sum(float(part[:-1]) * self.UNITS[part[-1]] for part in re.findall(r"[0-9.]+[smhd]", value))
+
+
+@click.group(cls=Idem)
+@click.pass_context
+@handle_preload_options
+def idem(_ctx: click.Context, **_preload: Any) -> None:
+    """Look after the records of this app's idempotent tasks.
+
+    Exit codes: 0 done, 1 refused, not found or no answer from the store, 2 wrong usage.
+    """
+
+
+def _note_json(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    ctx.meta[WANTS_JSON] = wanted
+
+
+_command = functools.partial(idem.command, cls=CeleryCommand)
+_json = option("--json", is_flag=True, expose_value=False, is_eager=True, callback=_note_json, help="Print one JSON document.")
+
+
+def _say(ctx: click.Context, said: str, shape: Mapping[str, Any]) -> None:
+    click.echo(text.as_json(shape) if ctx.meta[WANTS_JSON] else said)
+
+
+def _runtime(ctx: click.Context) -> Runtime:
+    runtime = runtime_of(ctx.obj.app)
+    ctx.call_on_close(runtime.close)
+    return runtime
+
+
+def _clock(store: Store) -> text.Clock:
+    now = getattr(store, "now", None)
+    return text.Clock(float(now()), "store") if callable(now) else text.Clock(time.time(), "host")
+
+
+def _seen(clock: text.Clock) -> dict[str, Any]:
+    return {"clock": clock.whose, "now": text.utc(clock.now, "milliseconds")}
+
+
+def _not_found(key: str) -> Refusal:
+    return Refusal("NotFound", f"no record {key}: it was never claimed here, or it expired", key=key)
+
+
+# --- init and check --------------------------------------------------------------------------------------------------
+
+
+@_command("init")
+@_json
+@click.pass_context
+def init(ctx: click.Context) -> None:
+    """Make the tables and indexes the store needs; again does nothing."""
+    runtime = _runtime(ctx)
+    store, url = runtime.store, text.shown_url(runtime.settings["store"])
+    store.create_schema()
+    needed = store.name not in {"memory", "redis"}
+    said = "the schema is in place" if needed else "needs no schema"
+    _say(ctx, f"{store.name} store {url}: {said}", {"store": store.name, "url": url, "schema": needed})
+
+
+@_command("check")
+@_json
+@click.pass_context
+def check(ctx: click.Context) -> None:
+    """Show settings and idempotent tasks, and check them and the store as a worker does when it starts.
+
+    Warnings end with exit code 0; what would keep a worker from starting, or a store that gives no answer, with 1.
+    """
+    runtime = _runtime(ctx)
+    settings, tasks = _settings(runtime), tasks_of(runtime)
+    shape: dict[str, Any] = {
+        "settings": settings,
+        "tasks": {name: _policy(runtime.policy_of(task)) for name, task in tasks.items()},
+        "warnings": [],
+    }
+    parts = ["settings", text.aligned((f"  {name}", _shown(value)) for name, value in settings.items())]
+    lines = [(f"  {name}", _policy_line(task, runtime)) for name, task in tasks.items()]
+    parts += ["tasks", text.aligned(lines) or "  none: import the modules that define them, or name them in `imports`"]
+    try:
+        shape["warnings"] = [text.printable(warning) for warning in runtime.check()]
+    except CeleryIdemError as error:
+        if not ctx.meta[WANTS_JSON]:
+            click.echo("\n".join(parts))
+        raise Refusal(type(error).__name__, str(error), **shape) from error
+    parts += ["warnings", *(f"  {warning}" for warning in shape["warnings"] or ["none"])]
+    _say(ctx, "\n".join(parts), shape)
+
+
+def _settings(runtime: Runtime) -> dict[str, Any]:
+    shown = {name: _plain(value) for name, value in runtime.settings.values.items()}
+    url, options = runtime.settings["store"], runtime.settings["store_options"]
+    shown["store"] = None if url is None else text.shown_url(url)
+    shown["store_options"] = sorted(map(str, options))
+    shown["namespace"] = runtime.namespace
+    return shown
+
+
+def _policy(policy: Policy) -> dict[str, Any]:
+    return {field.name: _plain(getattr(policy, field.name)) for field in fields(policy)}
+
+
+def _policy_line(task: IdempotentTask, runtime: Runtime) -> str:
+    """The key source, and whatever else the task itself says that the settings do not."""
+    policy, own = runtime.policy_of(task), task.idempotency_policy
+    said = [f"key {key_text(policy)}"] + ([f"name {own.name}"] if own.name else [])
+    for name, default in runtime.settings.values.items():
+        value = getattr(own, name, UNSET)
+        if name != "key" and value is not UNSET and value != default:
+            said.append(f"{name} {_shown(_plain(value))}")
+    return "; ".join(said)
+
+
+def _plain(value: Any) -> Any:
+    """A setting's value as JSON has it; what is code by its name."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value)) or "-"
+    return f"{value:g}" if isinstance(value, float) else "-" if value is None else text.printable(value)
+
+
+# --- show and list ---------------------------------------------------------------------------------------------------
+
+
+@_command("show")
+@names_a_record
+@option("--value", "wants_value", is_flag=True, help="Print the stored result or exception too.")
+@_json
+@click.pass_context
+def show(ctx: click.Context, wants_value: bool, **chosen: Any) -> None:
+    """Show one record: who holds it, how it ended, and what it remembers of each message.
+
+    HASH is its key, or at least the first 8 characters of it.
+    """
+    runtime = _runtime(ctx)
+    key = chosen_key(runtime, Choice(**chosen))
+    record = runtime.store.get(key)
+    if record is None:
+        raise _not_found(key)
+    clock = _clock(runtime.store)
+    value: dict[str, Any] = {}
+    if wants_value and record.outcome is not None:
+        value = _stored_value(runtime, record.outcome)
+    shown = None
+    if value:
+        shown = f"not readable: {value['value_error']}" if value.get("value_error") else json.dumps(value["value"])
+    shape = {**_seen(clock), "record": text.record_shape(record, clock, **value)}
+    _say(ctx, text.record_text(record, clock, shown), shape)
+
+
+def _stored_value(runtime: Runtime, outcome: Outcome) -> dict[str, Any]:
+    conf = runtime.app.conf
+    accept = conf.result_accept_content or conf.accept_content
+    if outcome.encoded is None:
+        return {"value": None, "value_error": "no value was kept"}
+    try:
+        if outcome.kind is Kind.FAILURE:
+            error = decode_exception(outcome.encoded, accept)
+            return {"value": {"type": _plain(type(error)), "message": str(error)}, "value_error": None}
+        return {"value": _sayable(decode_value(outcome.encoded, accept)), "value_error": None}
+    except Undecodable as error:
+        return {"value": None, "value_error": text.one_line(error)}
+
+
+def _sayable(value: Any) -> Any:
+    """The value as JSON has it, or its ``repr``."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False, default=repr))
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)
+
+
+@_command("list")
+@option("--task", metavar="NAME", help="Only this task's.")
+@option("--scope", metavar="TEXT", help="Only this tenant's.")
+@option("--state", type=click.Choice([state.value.lower() for state in State], case_sensitive=False), help="Only these.")
+@option("--older-than", type=Duration(), metavar="DURATION", help="Only those claimed longer ago: 90, 10m, 2h, 1d.")
+@option("--limit", type=click.IntRange(min=1), default=100, help="At most so many [100].")
+@_json
+@click.pass_context
+def list_(
+    ctx: click.Context, task: str | None, scope: str | None, state: str | None, older_than: float | None, limit: int
+) -> None:
+    """List records, the longest ago claimed first."""
+    runtime = _runtime(ctx)
+    store = runtime.store
+    found = store.find(
+        task=None if task is None else _stable_name(runtime, task),
+        scope=None if scope is None else keys.scope_hash(scope),
+        state=None if state is None else State(state.upper()),
+        older_than=older_than,
+        limit=limit + 1,
+    )
+    records = list(found)
+    more, records = len(records) > limit, sorted(records[:limit], key=lambda record: record.claimed_at)
+    clock = _clock(store)
+    counted = f"{len(records)} record{'' if len(records) == 1 else 's'}" if records else "no record"
+    footer = f"{counted}{', and more: raise --limit' if more else ''}"
+    shape = {**_seen(clock), "records": [text.record_shape(record, clock) for record in records], "more": more}
+    _say(ctx, f"{text.table(records, clock)}\n{footer}" if records else footer, shape)
+
+
+def _stable_name(runtime: Runtime, name: str) -> str:
+    """What records call this task; a task that is gone from the app is asked for as it was called."""
+    try:
+        task = task_named(runtime, name)
+    except click.BadParameter:
+        return name
+    return str(runtime.policy_of(task).name or task.name)
+
+
+# --- forget and purge ------------------------------------------------------------------------------------------------
+
+
+@_command("forget")
+@names_a_record
+@option("--yes", is_flag=True, help="Do not ask.")
+@option("--force", is_flag=True, help="Even while a living process holds it.")
+@_json
+@click.pass_context
+def forget(ctx: click.Context, yes: bool, force: bool, **chosen: Any) -> None:
+    """Forget what a record says, so that the next message of its key runs.
+
+    HASH is its key, or at least the first 8 characters of it. A record that cannot be read needs all 64.
+    """
+    runtime = _runtime(ctx)
+    store, wants_json = runtime.store, ctx.meta[WANTS_JSON]
+    key, clock = chosen_key(runtime, Choice(**chosen)), _clock(store)
+    record, seen = _to_forget(store, key, clock)
+    held = None if record is None else _held(record, clock)
+    if held and not force:
+        raise Refusal("Held", f"{held}: wait, or use --force", key=key)
+    if not (yes and wants_json):
+        click.echo(seen, err=wants_json)
+    if not (yes or _confirmed(wants_json)):
+        raise Refusal("NotConfirmed", "nothing was forgotten", key=key)
+    if not store.forget(key, None if record is None else record.fence):
+        raise Refusal("Changed", f"record {key} changed meanwhile, nothing was forgotten: look again", key=key)
+    then = _what_now(runtime, forced=held is not None)
+    shape = {"forgotten": True, "key": key, "was": None if record is None else text.record_shape(record, clock), "then": then}
+    _say(ctx, f"forgotten: {then}", shape)
+
+
+def _to_forget(store: Store, key: str, clock: text.Clock) -> tuple[Record | None, str]:
+    """The record and the line that tells it; None for one that cannot be read."""
+    try:
+        record = store.get(key)
+    except RecordCorrupt as error:
+        return None, text.one_line(error)
+    if record is None:
+        raise _not_found(key)
+    if record.record_version > RECORD_VERSION:
+        raise Refusal("Newer", f"record {key} was written by a newer release: forget it with that one", key=key)
+    return record, text.record_line(record, clock)
+
+
+def _held(record: Record, clock: text.Clock) -> str | None:
+    """Who is at work under this record right now, if anybody may be."""
+    if record.state is State.CLAIMED:
+        if record.lease_expires_at > clock.now and not holder.provably_dead(record.holder):
+            who, until = holder.describe(record.holder), clock.told(record.lease_expires_at)
+            return f"{who} holds it and its body may be running; its lease ends {until}"
+        return None
+    for message_id, note in record.notes.items():
+        right = note.continuing
+        if right is not None and right.lease_expires_at > clock.now and not holder.provably_dead(right.holder):
+            who, until = holder.describe(right.holder), clock.told(right.lease_expires_at)
+            return f"{who} may be publishing what follows message {text.printable(message_id)}; its lease ends {until}"
+    return None
+
+
+def _confirmed(wants_json: bool) -> bool:
+    try:
+        return click.confirm("Forget it?", err=wants_json)
+    except click.Abort:  # no answer can be had
+        click.echo(err=True)
+        return False
+
+
+def _what_now(runtime: Runtime, *, forced: bool) -> str:
+    then = "the next message of this key runs; copies of a failed attempt do not"
+    if forced:
+        then += "; a body that is still running is not stopped before its next renewal, and its completion is shut out"
+    if runtime.settings["local_cache"]:
+        then += "; a worker's local cache may replay the old result for up to 60 s"
+    return then
+
+
+@_command("purge")
+@option("--limit", type=click.IntRange(min=1), default=1000, help="Delete at most so many at a time [1000].")
+@option("--all", "every", is_flag=True, help="Go on until none is left.")
+@_json
+@click.pass_context
+def purge(ctx: click.Context, limit: int, every: bool) -> None:
+    """Delete expired records; workers do so too, a few hundred a minute."""
+    store = _runtime(ctx).store
+    purged = last = store.purge(limit)
+    while every and last:
+        last = store.purge(limit)
+        purged += last
+    said = f"{purged} expired record{'' if purged == 1 else 's'} deleted"
+    if store.name == "redis":
+        said += ": Redis drops them by itself"
+    elif last >= limit:
+        said += ", and there may be more: use --all"
+    _say(ctx, said, {"purged": purged, "more": last >= limit})

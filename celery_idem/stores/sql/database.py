@@ -1,0 +1,382 @@
+"""Connections: an engine per process, and ``Call``, one verb's statements within its deadline.
+
+Owns timeouts (with the watchdog), forks, stale connections and the translation of errors. The statements go straight
+to the driver's cursor on a pooled autocommit connection: Core's own execution costs more than the query.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from sqlalchemy import create_engine, event, make_url
+from sqlalchemy.engine import URL, Connection, Engine
+
+from celery_idem.errors import ConfigurationError, StoreError
+from celery_idem.stores.sql import schema
+from celery_idem.stores.sql.dialect import Statement, Statements
+from celery_idem.stores.sql.failures import (
+    Again,
+    Locked,
+    NoSchema,
+    cause,
+    connecting,
+    no_schema,
+    translated,
+    unavailable,
+)
+from celery_idem.stores.sql.watchdog import watchdog
+
+SQLITE_BUSY = 0.1
+"""Seconds one SQLite statement waits for the file; then the record is read and decided anew."""
+
+Params = Mapping[str, Any]
+
+
+class Database:
+    """One database, reached from any thread and any forked child of this process."""
+
+    def __init__(
+        self, url: str | Engine, timeout: float, clock: Callable[[], float] | None, options: dict[str, Any]
+    ) -> None:
+        self.timeout = timeout
+        self._given = None if isinstance(url, str) else url
+        self._url = _with_driver(make_url(url)) if isinstance(url, str) else url.url
+        self._options = options
+        self.name = self._url.get_backend_name()
+        if self.name not in {"sqlite", "postgresql"}:
+            raise ConfigurationError(f"idempotency_store: no SQL store on {self.name}: use postgresql:// or sqlite:///")
+        if self.name == "sqlite" and _in_memory(self._url):
+            raise ConfigurationError("idempotency_store: use memory://, or name a file: sqlite:///path")
+        # The file is on this host, so is its clock.
+        self.clock = time.time if clock is None and self.name == "sqlite" else clock
+        self._pid = os.getpid()
+        self._engines: dict[int, tuple[Engine, Statements]] = {}
+        self._connecting = threading.local()
+
+    @property
+    def sqlite(self) -> bool:
+        """Whether this is a file."""
+        return self.name == "sqlite"
+
+    def engine(self) -> tuple[Engine, Statements]:
+        """Return this process's engine.
+
+        Made without a lock, which a fork could leave locked for ever. A parent's engine stays referenced and
+        untouched in the child: closing its connections there would end them for the parent.
+        """
+        pid = os.getpid()
+        return self._engines.get(pid) or self._engines.setdefault(pid, self._make_engine())
+
+    def _make_engine(self) -> tuple[Engine, Statements]:
+        engine = self._given
+        try:
+            if engine is None:
+                engine = create_engine(self._url, **self._engine_options())
+                if self.sqlite:
+                    event.listen(engine, "connect", _full_sync)
+            else:
+                if self._pid != os.getpid():
+                    engine.dispose(close=False)
+                engine = engine.execution_options(isolation_level="AUTOCOMMIT")
+        except Exception as error:
+            raise connecting(error, self.name, landed=False) from error
+        if not self.sqlite and not event.contains(engine, "do_connect", self._connect):
+            event.listen(engine, "do_connect", self._connect)
+        return engine, Statements(engine.dialect, injected_clock=self.clock is not None)
+
+    def _engine_options(self) -> dict[str, Any]:
+        defaults: dict[str, Any] = {
+            "isolation_level": "AUTOCOMMIT",
+            "pool_reset_on_return": None,  # nothing to roll back
+            "pool_timeout": self.timeout,
+        }
+        arguments = dict(self._options.get("connect_args", {}))
+        if self.sqlite:
+            arguments.setdefault("timeout", SQLITE_BUSY)
+        else:
+            defaults["use_native_hstore"] = False  # a query per connection
+            # Only how long an abandoned attempt lingers; libpq counts whole seconds, at least 2, per address.
+            arguments.setdefault("connect_timeout", max(2, math.ceil(self.timeout)))
+            if self._url.get_driver_name() == "psycopg":
+                arguments.setdefault("prepare_threshold", None)  # a pooler gives each statement another session
+        return {**defaults, **self._options, "connect_args": arguments}
+
+    # -- connecting in time --------------------------------------------------------------------------------------------
+
+    def connected(self, deadline: float) -> Connection:
+        """Check out a connection, made and set up before ``deadline`` if none is idle."""
+        engine, _ = self.engine()
+        state = self._connecting
+        state.deadline, state.tickets = deadline, []
+        try:
+            return engine.connect()
+        finally:
+            state.deadline = None
+            for ticket in state.tickets:
+                watchdog().done(ticket)
+
+    def _connect(self, dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
+        """Make a driver connection in a thread, for nothing can interrupt libpq while it connects."""
+        deadline = getattr(self._connecting, "deadline", None)
+        if deadline is None:
+            return None  # the caller's own use of an engine given to us
+        attempt = _Attempt(lambda: dialect.connect(*arguments, **options))
+        connection = attempt.result(deadline)
+        # SQLAlchemy's first questions to a server are statements too.
+        self._connecting.tickets.append(watchdog().watch(connection, deadline))
+        return connection
+
+    # -- the rest of its life ------------------------------------------------------------------------------------------
+
+    def forget_idle(self) -> None:
+        """Close the idle connections: the server they led to is gone."""
+        self.engine()[0].dispose()
+
+    def close(self) -> None:
+        """Close the idle connections of this process; a given engine is its owner's."""
+        made = self._engines.get(os.getpid())
+        if made is not None and self._given is None:
+            made[0].dispose()
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[Call]:
+        """One verb on the store's own connection."""
+        call = Call(self, time.monotonic() + self.timeout)
+        try:
+            yield call
+        except Locked as error:
+            raise unavailable(self.name, f"the record stayed locked for {self.timeout:g} s", landed=False) from error
+        finally:
+            call.close()
+
+    @contextlib.contextmanager
+    def joined(self, connection: Any) -> Iterator[Call]:
+        """One verb in the transaction of the caller's SQLAlchemy connection or session."""
+        if callable(getattr(connection, "connection", None)):  # a Session
+            connection = connection.connection()
+        if not isinstance(connection, Connection) or connection.dialect.name != self.name:
+            raise ConfigurationError(
+                f"complete(connection=) takes a SQLAlchemy connection to the store's own {self.name} database"
+            )
+        call = JoinedCall(self, time.monotonic() + self.timeout, connection)
+        try:
+            yield call
+        except Locked as error:
+            raise unavailable(self.name, f"the record stayed locked for {self.timeout:g} s", landed=False) from error
+        except Again as error:
+            why = f"{error}; a REPEATABLE READ or SERIALIZABLE transaction cannot complete after a renewal"
+            raise unavailable(self.name, why, landed=False) from error
+
+    def create_schema(self, deadline: float | None = None) -> None:
+        """Make what is missing, however many processes try at once."""
+        deadline = deadline or time.monotonic() + self.timeout
+        while True:
+            with self.call() as call:
+                try:
+                    call.use(schema.create, writes=True)
+                except (Locked, Again):
+                    call.drop()
+                    if time.monotonic() > deadline:
+                        raise
+                else:
+                    return
+            time.sleep(random.uniform(0.005, 0.05))  # noqa: S311
+
+
+class Call:
+    """The statements of one verb: one connection, one deadline."""
+
+    joined = False
+
+    def __init__(self, database: Database, deadline: float) -> None:
+        self.database = database
+        self.deadline = deadline
+        self._connection: Connection | None = None
+        self._in_doubt = False
+        self._retried = False
+
+    def left(self) -> float:
+        """Seconds before the verb has to answer."""
+        return self.deadline - time.monotonic()
+
+    def execute(self, name: str, params: dict[str, Any]) -> tuple[list[Any], int]:
+        """Send the statement of that name, and return its rows and how many it changed."""
+        statement = self.database.engine()[1][name]
+
+        def send(connection: Connection) -> tuple[list[Any], int]:
+            cursor = connection.connection.cursor()
+            try:
+                cursor.execute(statement.text, params)
+                return (list(cursor.fetchall()) if cursor.description else []), cursor.rowcount
+            finally:
+                with contextlib.suppress(Exception):
+                    cursor.close()
+
+        return self._repeated(send, params, writes=statement.writes)
+
+    def use(self, work: Callable[[Connection], Any], *, writes: bool) -> Any:
+        """Run something longer on the connection, within the deadline."""
+        return self._repeated(work, {}, writes=writes)
+
+    def _repeated(self, send: Callable[[Connection], Any], params: dict[str, Any], *, writes: bool) -> Any:
+        """Send; again on a fresh connection if the pooled one was stale, for every verb may be repeated."""
+        while True:
+            if self.database.clock is not None:
+                params["now"] = self.database.clock()
+            try:
+                return self._send(send, writes=writes)
+            except (Again, Locked) as error:
+                # A reader of SQLite meets a lock only while the file is recovered; a writer decides anew.
+                if self.left() <= 0 or (writes and isinstance(error, Locked)):
+                    raise
+            except NoSchema:
+                if not self.database.sqlite or self._retried:
+                    raise
+                self._retried = True
+                self.close()
+                self.database.create_schema(self.deadline)
+            except StoreError as error:
+                lost = self._connection is None or self._connection.invalidated
+                if not lost or self._retried or self.left() <= 0:
+                    raise
+                self._in_doubt = self._in_doubt or bool(getattr(error, "may_have_landed", False))
+                self._retried = True
+                self.drop()
+                self.database.forget_idle()
+
+    def _send(self, send: Callable[[Connection], Any], *, writes: bool) -> Any:
+        connection = self._checked_out()
+        driver: Any = connection.connection.dbapi_connection
+        ticket = None if self.database.sqlite else watchdog().watch(driver, self.deadline)
+        try:
+            return send(connection)
+        except Exception as error:
+            original = cause(error)
+            if not self.database.sqlite and _broken(connection, driver, original):
+                connection.invalidate(original)
+            raise translated(error, self.database.name, writes=writes, in_doubt=self._in_doubt) from error
+        finally:
+            if ticket is not None:
+                watchdog().done(ticket)
+
+    def _checked_out(self) -> Connection:
+        if self._connection is None:
+            try:
+                self._connection = self.database.connected(self.deadline)
+            except Exception as error:
+                raise connecting(error, self.database.name, landed=self._in_doubt) from error
+            if self.left() <= 0:
+                raise unavailable(self.database.name, "no connection was free in time", landed=self._in_doubt)
+        return self._connection
+
+    def drop(self) -> None:
+        """Give the connection up: what state it is in is not known."""
+        if self._connection is not None:
+            with contextlib.suppress(Exception):
+                self._connection.invalidate()
+        self.close()
+
+    def close(self) -> None:
+        """Give the connection back."""
+        if self._connection is not None:
+            with contextlib.suppress(Exception):
+                self._connection.close()
+            self._connection = None
+
+
+class JoinedCall(Call):
+    """The statements of one verb inside the caller's transaction, whose connection is never replaced."""
+
+    joined = True
+
+    def __init__(self, database: Database, deadline: float, connection: Connection) -> None:
+        super().__init__(database, deadline)
+        self._connection = connection
+
+    def execute(self, name: str, params: dict[str, Any]) -> tuple[list[Any], int]:
+        """Send the statement of that name through SQLAlchemy, whatever driver the caller uses."""
+        statement: Statement = self.database.engine()[1][name]
+        if self.database.clock is not None:
+            params["now"] = self.database.clock()
+
+        def send(connection: Connection) -> tuple[list[Any], int]:
+            result = connection.execute(statement.construct, params)
+            return ([tuple(row) for row in result] if result.returns_rows else []), result.rowcount
+
+        try:
+            return self._send(send, writes=statement.writes)  # type: ignore[no-any-return]
+        except NoSchema as error:
+            raise no_schema("in the database of the connection given to complete") from error
+
+    def close(self) -> None:
+        """Leave the connection with its owner."""
+
+
+class _Attempt:
+    """A driver connection being made in a thread; one that comes too late is closed there."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._connection: Any = None
+        self._error: BaseException | None = None
+        self._abandoned = False
+        threading.Thread(target=self._run, name="celery_idem connect", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            connection = self._connect()
+        except BaseException as error:  # noqa: BLE001  raised where the connection was asked for
+            self._error = error
+        else:
+            with self._lock:
+                self._connection = connection
+                abandoned = self._abandoned
+            if abandoned:
+                with contextlib.suppress(Exception):
+                    connection.close()
+        self._over.set()
+
+    def result(self, deadline: float) -> Any:
+        """Return the connection, or raise what went wrong, at the latest at ``deadline``."""
+        self._over.wait(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._abandoned = self._connection is None
+        if self._error is not None:
+            raise self._error
+        if self._abandoned:
+            raise TimeoutError("no connection in time")
+        return self._connection
+
+
+def _broken(connection: Connection, driver: Any, error: BaseException) -> bool:
+    """Whether the driver's connection leads nowhere any more."""
+    if getattr(driver, "closed", False) or getattr(driver, "broken", False):
+        return True
+    return connection.dialect.is_disconnect(error, driver, None)  # type: ignore[arg-type]
+
+
+def _full_sync(driver: Any, _record: Any) -> None:
+    """A commit is on the disk before it is answered: a claim that a power cut takes back is a second run."""
+    driver.execute("PRAGMA synchronous=FULL").close()
+
+
+def _with_driver(url: URL) -> URL:
+    """``postgresql://`` means psycopg 3 to SQLAlchemy 2.1 and psycopg2 to 2.0: take what is installed."""
+    if url.drivername == "postgresql":
+        found = importlib.util.find_spec("psycopg2") is not None
+        return url.set(drivername="postgresql+psycopg2" if found else "postgresql+psycopg")
+    return url
+
+
+def _in_memory(url: URL) -> bool:
+    return not url.database or ":memory:" in url.database or url.query.get("mode") == "memory"

@@ -1,0 +1,96 @@
+"""What the drivers raise, said in the store's errors: one place for SQLite, psycopg2 and psycopg 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import exc
+
+from celery_idem.errors import ConfigurationError, StoreError, StoreUnavailable
+from celery_idem.stores.sql.schema import INIT, record
+
+# The server said no and rolled back, except where it was going down: that may have been after the commit.
+_IN_DOUBT = ("08", "57P", "58", "XX")
+_TRY_AGAIN = frozenset({"40001", "40P01"})
+_NO_SCHEMA = frozenset({"42P01", "42703", "3F000"})
+_BUSY = ("database is locked", "database table is locked", "database schema is locked")
+_NO_SQLITE_SCHEMA = ("no such table", "no such column", "has no column named")
+_NOT_WRITTEN = ("readonly", "read-only", "unable to open", "database or disk is full", *_BUSY)
+
+
+class Locked(Exception):  # noqa: N818  not an error: the row is as it was, and somebody's transaction holds it
+    """A write found the row locked, or on SQLite the file."""
+
+
+class Again(Exception):  # noqa: N818  not an error: nothing happened, the same statement may go out once more
+    """The server rolled the statement back to let another one through."""
+
+
+class NoSchema(ConfigurationError):
+    """The store's table is missing or older than this release."""
+
+
+def cause(error: BaseException) -> BaseException:
+    """Return the driver's own error."""
+    original = getattr(error, "orig", None)
+    return original if isinstance(original, BaseException) else error
+
+
+def sqlstate(error: BaseException) -> str | None:
+    """Return PostgreSQL's five characters, if the server sent any."""
+    error = cause(error)
+    code: Any = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    return code if isinstance(code, str) else None
+
+
+def no_schema(why: object) -> NoSchema:
+    """The error that names the command which makes the schema."""
+    return NoSchema(f"the store's table {record.name} is missing or too old ({why}): run `{INIT}`")
+
+
+def unavailable(name: str, why: object, *, landed: bool) -> StoreUnavailable:
+    """The error for no answer; ``landed`` is whether the write may be there."""
+    return StoreUnavailable(
+        f"the {name} store gave no answer ({_line(why)}): check that it runs and that idempotency_store names it",
+        may_have_landed=landed,
+    )
+
+
+def translated(error: BaseException, name: str, *, writes: bool, in_doubt: bool = False) -> Exception:
+    """Say a statement's failure in the store's words.
+
+    Args:
+        error: whatever the driver or SQLAlchemy raised.
+        name: the store's, for the message.
+        writes: whether the statement could have changed anything.
+        in_doubt: whether an earlier attempt of the same verb may have landed.
+    """
+    error = cause(error)
+    if isinstance(error, (StoreError, ConfigurationError, Locked, Again)):
+        return error
+    code, words = sqlstate(error), str(error)
+    if code in _TRY_AGAIN:
+        return Again(_line(error))
+    if name == "sqlite" and any(sign in words for sign in _BUSY):
+        return Locked(words)
+    if code in _NO_SCHEMA or (name == "sqlite" and any(sign in words for sign in _NO_SQLITE_SCHEMA)):
+        return no_schema(_line(error))
+    if code is not None and code.startswith("42"):
+        return ConfigurationError(f"the {name} store refused a statement ({_line(error)}): check its table and grants")
+    if type(error).__name__ == "DataError" or isinstance(error, (ValueError, OverflowError)):
+        return ConfigurationError(f"the {name} store cannot keep this record ({_line(error)}): give it other values")
+    said_no = code is not None and not code.startswith(_IN_DOUBT)
+    certain = said_no or (name == "sqlite" and any(sign in words for sign in _NOT_WRITTEN))
+    return unavailable(name, error, landed=in_doubt or (writes and not certain))
+
+
+def connecting(error: BaseException, name: str, *, landed: bool) -> Exception:
+    """Say in the store's words that no connection came about; ``landed`` is about an earlier attempt."""
+    if isinstance(error, (exc.NoSuchModuleError, exc.ArgumentError, ImportError)):
+        return ConfigurationError(f"idempotency_store: {_line(error)}: install the driver, or name another one")
+    error = cause(error)
+    return error if isinstance(error, StoreError) else unavailable(name, error, landed=landed)
+
+
+def _line(why: object) -> str:
+    return " ".join(str(why).split())[:300] or type(why).__name__

@@ -1,0 +1,297 @@
+"""The claim store on SQLite and PostgreSQL: the verbs, each a decision of ``core.decide`` on a guarded row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from sqlalchemy.engine import Connection, Engine
+
+from celery_idem.core import decide
+from celery_idem.core.records import (
+    Answer,
+    Claim,
+    Decision,
+    Ended,
+    Operation,
+    Outcome,
+    Record,
+    Release,
+    Renewal,
+    State,
+    Successor,
+)
+from celery_idem.errors import RecordCorrupt
+from celery_idem.stores.sql import rows
+from celery_idem.stores.sql.checks import check_database
+from celery_idem.stores.sql.database import Call, Database
+from celery_idem.stores.sql.dialect import find_page
+from celery_idem.stores.sql.failures import Locked
+from celery_idem.stores.sql.guarded import GuardedRows, Judge, LockedRow
+from celery_idem.stores.sql.rows import Row
+
+PATIENCE = 0.05
+"""Seconds ``claim`` gives a PostgreSQL row lock to go: another claim holds one for a commit, a transaction longer."""
+PAGE = 100
+"""Records one statement of ``find`` reads, bodies and all."""
+
+
+class SQLStore:
+    """Records in one table of SQLite or PostgreSQL.
+
+    Args:
+        url: of SQLAlchemy, or an ``Engine``, which keeps its pool, its limits and its lifetime.
+        timeout: seconds no verb outlives; waiting for the pool of an engine of yours comes on top.
+        clock: seconds since 1970 in place of the database's clock; for tests.
+        engine_options: for ``create_engine``.
+    """
+
+    def __init__(
+        self,
+        url: str | Engine,
+        *,
+        timeout: float = 5.0,
+        clock: Callable[[], float] | None = None,
+        **engine_options: Any,
+    ) -> None:
+        self._database = Database(url, timeout, clock, engine_options)
+        self._rows = GuardedRows(self._database)
+        self.name = self._database.name
+
+    # -- one key -------------------------------------------------------------------------------------------------------
+
+    def claim(self, operation: Operation, *, lease: float, ttl: float, dead_fence: int | None = None) -> Decision:
+        """See ``Store.claim``."""
+
+        def judge(record: Record | None, now: float) -> tuple[Decision, Record | None]:
+            return decide.decide_claim(record, operation, now=now, lease=lease, ttl=ttl, dead_fence=dead_fence)
+
+        with self._database.call() as call:
+            first = None
+            taken = None if self._database.sqlite else self._rows.take(call, judge)
+            if taken is not None:
+                row, now, inserted = taken
+                if inserted:
+                    claim = decide.claim_of(row.record, operation, lease, ttl)
+                    return Decision(row.record.answer, replace(claim, seen=row), row.record, now)
+                first = row, now
+            # SQLite locks the whole file for each commit: meeting a lock there says nothing about this record.
+            patience = self._database.timeout if self._database.sqlite else PATIENCE
+            try:
+                decision, after = self._rows.change(call, operation.key, judge, first=first, patience=patience)
+            except LockedRow as locked:
+                if locked.row is None:
+                    raise
+                return Decision(Answer.HELD, None, locked.row.record, locked.now)
+        return self._with_row(decision, after)
+
+    def _with_row(self, decision: Decision, row: Row | None) -> Decision:
+        """The decision with what its claim, or a park or settle to come, needs to write at once."""
+        claim = decision.claim
+        if row is None:
+            return decision
+        if decision.answer in {Answer.HELD, Answer.NOT_DUE} or (claim is not None and claim.right):
+            self._rows.remember(row)
+        return decision if claim is None else replace(decision, claim=replace(claim, seen=row))
+
+    def complete(self, claim: Claim, outcome: Outcome, *, connection: Any = None) -> Ended:
+        """See ``Store.complete``."""
+
+        def judge(record: Record | None, now: float) -> tuple[Ended, Record | None]:
+            return decide.decide_complete(record, claim, outcome, now=now)
+
+        if connection is None:
+            with self._database.call() as call:
+                return self._end(call, claim, judge)
+        # A row inserted in the caller's transaction would make every other claim of the key wait for it.
+        absent = None if self._database.sqlite else lambda: self.renew([claim])
+        with self._database.joined(connection) as call:
+            return self._end(call, claim, judge, absent=absent)
+
+    def release(self, claim: Claim, reason: Release, *, successor: Successor | None = None) -> Ended:
+        """See ``Store.release``."""
+
+        def judge(record: Record | None, now: float) -> tuple[Ended, Record | None]:
+            return decide.decide_release(record, claim, reason, successor, now=now)
+
+        with self._database.call() as call:
+            return self._end(call, claim, judge)
+
+    def _end(self, call: Call, claim: Claim, judge: Judge[Ended], *, absent: Callable[[], Any] | None = None) -> Ended:
+        # A row written in the caller's transaction may yet be rolled back.
+        remember = claim.operation.delivery.continues and not call.joined
+        row = self._rows.seen_under(claim)
+        if row is not None:
+            ended = self._rows.guess(call, "end", row, judge, remember=remember)
+            if ended is not None:
+                return ended
+        ended, row = self._rows.change(call, claim.key, judge, absent=absent)
+        if row is not None and remember:
+            self._rows.remember(row)
+        return ended
+
+    def settle(self, key: str, message_id: str) -> None:
+        """See ``Store.settle``."""
+        self._note(key, lambda record, now: (True, decide.decide_settle(record, message_id, now=now)))
+
+    def note_parked(self, key: str, message_id: str, generation: int, count: int) -> None:
+        """See ``Store.note_parked``."""
+
+        def judge(record: Record | None, now: float) -> tuple[bool, Record | None]:
+            return True, decide.decide_parked(record, message_id, generation, count, now=now)
+
+        self._note(key, judge)
+
+    def _note(self, key: str, judge: Judge[bool]) -> None:
+        with self._database.call() as call:
+            row = self._rows.seen(key)
+            if row is None or self._rows.guess(call, "note", row, judge, remember=False) is None:
+                self._rows.change(call, key, judge)
+
+    def get(self, key: str) -> Record | None:
+        """See ``Store.get``."""
+        with self._database.call() as call:
+            row, now = self._rows.read(call, key)
+        return None if row is None or row.record.expires_at <= now else row.record
+
+    def forget(self, key: str, fence: int | None) -> bool:
+        """See ``Store.forget``."""
+        with self._database.call() as call:
+            if fence is None:
+                return self._drop_unreadable(call, key)
+            return self._rows.change(call, key, lambda record, now: decide.decide_forget(record, fence, now=now))[0]
+
+    def _drop_unreadable(self, call: Call, key: str) -> bool:
+        values = call.execute("read", {"key": key})[0][0]
+        if values[0] is None:
+            return False
+        try:
+            rows.read_row(values)
+        except RecordCorrupt:
+            return call.execute("drop", {"key": key, "seen_rev": values[1]})[1] == 1
+        return False
+
+    # -- many keys -----------------------------------------------------------------------------------------------------
+
+    def renew(self, claims: Sequence[Claim]) -> Mapping[str, Renewal]:
+        """See ``Store.renew``."""
+        answers: dict[str, Renewal] = {}
+        firsts: dict[str, tuple[Row | None, float] | None] = {}
+        with self._database.call() as call:
+            if not self._database.sqlite:
+                answers = self._renew_free(call, [claim for claim in claims if not claim.right])
+                firsts = self._read_many(call, [claim.key for claim in claims if claim.token not in answers])
+            for claim in claims:
+                if claim.token not in answers:
+                    answers[claim.token] = self._renew_one(call, claim, firsts)
+        return answers
+
+    def _renew_free(self, call: Call, claims: list[Claim]) -> dict[str, Renewal]:
+        """Renew the plain claims that nobody locks, in one statement."""
+        if not claims:
+            return {}
+        by_token = {claim.token: claim for claim in claims}
+        params = {
+            "keys": [claim.key for claim in claims],
+            "tokens": list(by_token),
+            "leases": [float(claim.lease) for claim in claims],
+            "keeps": [float(decide.kept(claim.ttl)) for claim in claims],
+        }
+        found, _ = call.execute("renew", params)
+        for _, token, rev, lease_expires_at, expires_at in found:
+            row = self._rows.seen_under(by_token[token])
+            if row is not None and row.rev + 1 == rev:
+                moved = replace(row.record, lease_expires_at=lease_expires_at, expires_at=expires_at)
+                self._rows.remember(Row(moved, rev, row.notes))
+        return {token: Renewal.RENEWED for _, token, *_ in found}
+
+    def _read_many(self, call: Call, keys: list[str]) -> dict[str, tuple[Row | None, float] | None]:
+        """Rows and clock by key, None for a row that cannot be read."""
+        if not keys:
+            return {}
+        read: dict[str, tuple[Row | None, float] | None] = {}
+        for *values, now, key in call.execute("read_many", {"keys": keys})[0]:
+            try:
+                read[key] = (None if values[0] is None else rows.read_row(values)), now
+            except RecordCorrupt:
+                read[key] = None
+        return read
+
+    def _renew_one(self, call: Call, claim: Claim, firsts: dict[str, tuple[Row | None, float] | None]) -> Renewal:
+        """One renewal the batch did not make, or on SQLite any; whatever hinders it hinders no other."""
+        first = firsts.get(claim.key)
+        if claim.key in firsts and first is None:
+            return Renewal.BUSY  # unreadable, which is no loss: its claim can still be restored by an operator
+        patience = max(0.0, call.left()) if self._database.sqlite else 0.0
+
+        def judge(record: Record | None, now: float) -> tuple[Renewal, Record | None]:
+            return decide.decide_renew(record, claim, now=now)
+
+        try:
+            answer, row = self._rows.change(call, claim.key, judge, first=first, patience=patience)
+        except (Locked, RecordCorrupt):
+            return Renewal.BUSY
+        if row is not None:
+            self._rows.remember(row)
+        return answer
+
+    def find(
+        self,
+        *,
+        task: str | None = None,
+        scope: str | None = None,
+        state: State | None = None,
+        older_than: float | None = None,
+        limit: int = 1000,
+    ) -> Iterator[Record]:
+        """See ``Store.find``; the longest claimed first. An unreadable record is raised after all the others."""
+        pages = self._pages(task=task, scope=scope, state=state, older_than=older_than, limit=limit)
+        corrupt: RecordCorrupt | None = None
+        for values in islice(pages, max(0, limit)):
+            try:
+                yield rows.read_row(values).record
+            except RecordCorrupt as error:
+                corrupt = corrupt or error
+        if corrupt is not None:
+            raise corrupt
+
+    def _pages(self, *, limit: int, **filters: Any) -> Iterator[Any]:
+        """Rows, read by the page in a statement of its own, so that nothing stays open between two."""
+        after: tuple[float, str] | None = None
+        size = min(PAGE, limit)
+        while size > 0:
+            page = find_page(self._database.clock, after=after, limit=size, **filters)
+
+            def fetch(connection: Connection, page: Any = page) -> list[Any]:
+                return [tuple(row) for row in connection.execute(page)]
+
+            with self._database.call() as call:
+                found = call.use(fetch, writes=False)
+            yield from found
+            if len(found) < size:
+                return
+            after = found[-1][rows.CLAIMED_AT], found[-1][0]
+
+    def purge(self, limit: int) -> int:
+        """See ``Store.purge``."""
+        with self._database.call() as call:
+            try:
+                return call.execute("purge", {"limit": limit})[1]
+            except Locked:
+                return 0
+
+    # -- the store itself ----------------------------------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        """See ``Store.check``."""
+        return check_database(self._database)
+
+    def create_schema(self) -> None:
+        """See ``Store.create_schema``."""
+        self._database.create_schema()
+
+    def close(self) -> None:
+        """See ``Store.close``."""
+        self._database.close()

@@ -1,0 +1,80 @@
+"""Tables for a terminal of any width: drawn with box characters where the output can say them, in colour on a TTY."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Colour = Literal["", "red", "green", "bold"]
+CODES = {"red": "31", "green": "32", "bold": "1"}
+WIDTH = 120
+"""Columns where the output is no terminal; a wider one is not used up."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text, and how it looks on a TTY."""
+
+    text: str
+    colour: Colour = ""
+
+
+def says(text: str) -> bool:
+    """Whether standard output can encode this."""
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def painted(text: str, colour: Colour) -> str:
+    """The text in colour, on a TTY whose owner did not say NO_COLOR."""
+    if not colour or not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+        return text
+    return f"\x1b[{CODES[colour]}m{text}\x1b[0m"
+
+
+def draw(header: Sequence[str], rows: Sequence[Sequence[Cell]], flexible: Sequence[int]) -> str:
+    """The table; the columns numbered in ``flexible`` share the width the others leave, and wrap."""
+    box = "┌─┬┐├┼┤└┴┘│" if says("┌─") else "+-++++++++|"
+    top, middle, bottom = (box[0], box[2], box[3]), (box[4], box[5], box[6]), (box[7], box[8], box[9])
+    head = [Cell(text, "bold") for text in header]
+    widths = _widths([head, *rows], flexible)
+
+    def rule(ends: tuple[str, str, str]) -> str:
+        left, cross, right = ends
+        return left + cross.join(box[1] * (width + 2) for width in widths) + right
+
+    lines = [rule(top)]
+    for number, row in enumerate([head, *rows]):
+        lines += [rule(middle)] if number else []
+        lines += _lines(row, widths, box[10])
+    return "\n".join([*lines, rule(bottom)])
+
+
+def _widths(rows: Sequence[Sequence[Cell]], flexible: Sequence[int]) -> list[int]:
+    widths = [max(len(row[column].text) for row in rows) for column in range(len(rows[0]))]
+    total = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+    left = total - 1 - sum(width + 3 for column, width in enumerate(widths) if column not in flexible)
+    wanted = sum(widths[column] for column in flexible)
+    for column in flexible:
+        widths[column] = max(12, min(widths[column], widths[column] * (left - 3 * len(flexible)) // wanted))
+    return widths
+
+
+def _lines(row: Sequence[Cell], widths: Sequence[int], side: str) -> list[str]:
+    wrapped = [textwrap.wrap(cell.text, width) or [""] for cell, width in zip(row, widths, strict=True)]
+    lines = []
+    for number in range(max(map(len, wrapped))):
+        texts = [lines_[number] if number < len(lines_) else "" for lines_ in wrapped]
+        cells = [
+            painted(text.ljust(width), cell.colour) for text, width, cell in zip(texts, widths, row, strict=True)
+        ]
+        lines.append(f"{side} {f' {side} '.join(cells)} {side}")
+    return lines
