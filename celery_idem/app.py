@@ -48,13 +48,10 @@ def close_all() -> None:
 
 def given_settings(conf: Any) -> dict[str, Any]:
     """The ``idempotency_*`` settings of a Celery configuration under their bare names, Django's namespace removed."""
-    names = set()
-    for key in conf:
-        name = str(key).lower()
-        name = name.removeprefix("celery_")
-        if name.startswith(PREFIX):
-            names.add(name)
-    return {name.removeprefix(PREFIX): conf.get(name) for name in names}
+    names = {str(key).lower().removeprefix("celery_") for key in conf}
+    missing = object()
+    found = {name.removeprefix(PREFIX): conf.get(name, missing) for name in names if name.startswith(PREFIX)}
+    return {name: value for name, value in found.items() if value is not missing}
 
 
 class Runtime:

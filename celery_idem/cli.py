@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import fields
@@ -20,7 +19,18 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_idem import cli_text as text
 from celery_idem.app import Runtime, given_settings, runtime_of
-from celery_idem.cli_key import Choice, Refusal, chosen_key, key_text, names_a_record, option, task_named, tasks_of
+from celery_idem.cli_key import (
+    Choice,
+    Duration,
+    Refusal,
+    chosen_key,
+    key_text,
+    names_a_record,
+    option,
+    readable,
+    task_named,
+    tasks_of,
+)
 from celery_idem.core import holder, keys
 from celery_idem.core.codec import Undecodable, decode_exception, decode_value
 from celery_idem.core.policy import UNSET, Policy
@@ -41,29 +51,15 @@ class Idem(click.Group):
             return super().invoke(ctx)
         except (CeleryIdemError, Refusal) as error:
             kind, shape = (error.kind, error.shape) if isinstance(error, Refusal) else (type(error).__name__, {})
-            given = given_settings(ctx.obj.app.conf)
-            url, options = given.get("store"), given.get("store_options")
-            secrets = text.secrets_of(url if isinstance(url, str) else "", options if isinstance(options, Mapping) else {})
-            refusal = Refusal(kind, text.scrubbed(text.one_line(error), secrets), **shape)
+            refusal = Refusal(kind, text.scrubbed(text.one_line(error), _secrets(ctx)), **shape)
             refusal.wants_json = ctx.meta.get(WANTS_JSON, False)
             raise refusal from error
 
 
-class Duration(click.ParamType):
-    """Seconds, or ``90s``, ``10m``, ``2h``, ``1d``, ``1h30m``."""
-
-    name = "duration"
-    UNITS = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}  # noqa: RUF012 - a table
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Seconds, or a usage error."""
-        if isinstance(value, (int, float)):
-            return float(value)
-        if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
-            return float(value)
-        if not re.fullmatch(r"([0-9]+(\.[0-9]+)?[smhd])+", value):
-            self.fail(f"{value!r} is no duration: write 90, 90s, 10m, 2h, 1d or 1h30m", param, ctx)
-        return sum(float(part[:-1]) * self.UNITS[part[-1]] for part in re.findall(r"[0-9.]+[smhd]", value))
+def _secrets(ctx: click.Context) -> list[str]:
+    given = given_settings(ctx.obj.app.conf)
+    url, options = given.get("store"), given.get("store_options")
+    return text.secrets_of(url if isinstance(url, str) else "", options if isinstance(options, Mapping) else {})
 
 
 @click.group(cls=Idem)
@@ -81,7 +77,7 @@ def _note_json(ctx: click.Context, _param: click.Parameter, wanted: bool) -> Non
 
 
 _command = functools.partial(idem.command, cls=CeleryCommand)
-_json = option("--json", is_flag=True, expose_value=False, is_eager=True, callback=_note_json, help="Print one JSON document.")
+_json = option("--json", is_flag=True, expose_value=False, is_eager=True, callback=_note_json, help="Print JSON.")
 
 
 def _say(ctx: click.Context, said: str, shape: Mapping[str, Any]) -> None:
@@ -198,7 +194,7 @@ def _shown(value: Any) -> str:
 @option("--value", "wants_value", is_flag=True, help="Print the stored result or exception too.")
 @_json
 @click.pass_context
-def show(ctx: click.Context, wants_value: bool, **chosen: Any) -> None:
+def show(ctx: click.Context, /, wants_value: bool, **chosen: Any) -> None:
     """Show one record: who holds it, how it ended, and what it remembers of each message.
 
     HASH is its key, or at least the first 8 characters of it.
@@ -244,7 +240,7 @@ def _sayable(value: Any) -> Any:
 @_command("list")
 @option("--task", metavar="NAME", help="Only this task's.")
 @option("--scope", metavar="TEXT", help="Only this tenant's.")
-@option("--state", type=click.Choice([state.value.lower() for state in State], case_sensitive=False), help="Only these.")
+@option("--state", type=click.Choice([s.value.lower() for s in State], case_sensitive=False), help="Only these.")
 @option("--older-than", type=Duration(), metavar="DURATION", help="Only those claimed longer ago: 90, 10m, 2h, 1d.")
 @option("--limit", type=click.IntRange(min=1), default=100, help="At most so many [100].")
 @_json
@@ -262,13 +258,15 @@ def list_(
         older_than=older_than,
         limit=limit + 1,
     )
-    records = list(found)
+    warnings: list[str] = []
+    records = list(readable(found, warnings))
     more, records = len(records) > limit, sorted(records[:limit], key=lambda record: record.claimed_at)
     clock = _clock(store)
     counted = f"{len(records)} record{'' if len(records) == 1 else 's'}" if records else "no record"
-    footer = f"{counted}{', and more: raise --limit' if more else ''}"
-    shape = {**_seen(clock), "records": [text.record_shape(record, clock) for record in records], "more": more}
-    _say(ctx, f"{text.table(records, clock)}\n{footer}" if records else footer, shape)
+    lines = [text.table(records, clock)] if records else []
+    lines += [f"{counted}{', and more: raise --limit' if more else ''}", *(f"warning: {told}" for told in warnings)]
+    shapes = [text.record_shape(record, clock) for record in records]
+    _say(ctx, "\n".join(lines), {**_seen(clock), "records": shapes, "more": more, "warnings": warnings})
 
 
 def _stable_name(runtime: Runtime, name: str) -> str:
@@ -289,7 +287,7 @@ def _stable_name(runtime: Runtime, name: str) -> str:
 @option("--force", is_flag=True, help="Even while a living process holds it.")
 @_json
 @click.pass_context
-def forget(ctx: click.Context, yes: bool, force: bool, **chosen: Any) -> None:
+def forget(ctx: click.Context, /, yes: bool, force: bool, **chosen: Any) -> None:
     """Forget what a record says, so that the next message of its key runs.
 
     HASH is its key, or at least the first 8 characters of it. A record that cannot be read needs all 64.
@@ -308,8 +306,8 @@ def forget(ctx: click.Context, yes: bool, force: bool, **chosen: Any) -> None:
     if not store.forget(key, None if record is None else record.fence):
         raise Refusal("Changed", f"record {key} changed meanwhile, nothing was forgotten: look again", key=key)
     then = _what_now(runtime, forced=held is not None)
-    shape = {"forgotten": True, "key": key, "was": None if record is None else text.record_shape(record, clock), "then": then}
-    _say(ctx, f"forgotten: {then}", shape)
+    was = None if record is None else text.record_shape(record, clock)
+    _say(ctx, f"forgotten: {then}", {"forgotten": True, "key": key, "was": was, "then": then})
 
 
 def _to_forget(store: Store, key: str, clock: text.Clock) -> tuple[Record | None, str]:

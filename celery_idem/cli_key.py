@@ -6,21 +6,29 @@ task that is not loaded cannot be asked for by name. What is refused here was no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 from celery.bin.base import CeleryOption
 from kombu.utils.json import loads
 
 from celery_idem.app import Runtime
-from celery_idem.cli_text import as_json
+from celery_idem.cli_text import as_json, one_line
 from celery_idem.core import keys
 from celery_idem.core.policy import Policy
+from celery_idem.core.records import Record
+from celery_idem.errors import RecordCorrupt
 from celery_idem.task import IdempotentTask
+
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]
+else:
+    ParamType = click.ParamType  # generic only since click 8.5
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,7 +55,7 @@ class Refusal(click.ClickException):
             super().show(file)
 
 
-class Json(click.ParamType):
+class Json(ParamType):
     """JSON of one type, with the typed values that kombu writes for UUIDs, dates and decimals."""
 
     def __init__(self, kind: type, name: str) -> None:
@@ -64,6 +72,23 @@ class Json(click.ParamType):
         if not isinstance(loaded, self.kind):
             self.fail(f"{value!r} is not a {self.name}", param, ctx)
         return loaded
+
+
+class Duration(ParamType):
+    """Seconds, or ``90s``, ``10m``, ``2h``, ``1d``, ``1h30m``."""
+
+    name = "duration"
+    UNITS = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}  # noqa: RUF012 - a table
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Seconds, or a usage error."""
+        if isinstance(value, (int, float)):
+            return float(value)
+        if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
+            return float(value)
+        if not re.fullmatch(r"([0-9]+(\.[0-9]+)?[smhd])+", value):
+            self.fail(f"{value!r} is no duration: write 90, 90s, 10m, 2h, 1d or 1h30m", param, ctx)
+        return sum(float(part[:-1]) * self.UNITS[part[-1]] for part in re.findall(r"[0-9.]+[smhd]", value))
 
 
 def option(*names: str, group: str = "Options", **how: Any) -> Callable[[F], F]:
@@ -95,9 +120,9 @@ class Choice:
 
 def names_a_record(command: F) -> F:
     """Add the argument and options that name one record; the command gets them as the fields of a ``Choice``."""
-    group = "Which record, if not by HASH"
+    group, whole = "Which record, if not by HASH", click.IntRange(min=0)
     for add in (
-        option("--depth", type=click.IntRange(min=0), default=0, group=group, help="How often the message was replaced [0]."),
+        option("--depth", type=whole, default=0, group=group, help="How often the message was replaced [0]."),
         option("--scope", group=group, metavar="TEXT", help="The tenant, where the task has a scope."),
         option("--id", "task_id", group=group, metavar="TASK_ID", help="The task id, where each message is a key."),
         option("--kwargs", type=Json(dict, "JSON object"), group=group, metavar="JSON", help="Its keyword arguments."),
@@ -139,8 +164,8 @@ def chosen_key(runtime: Runtime, choice: Choice) -> str:
         raise click.UsageError("name a record: HASH, or --task with --key, --args and --kwargs, or --id")
     task = task_named(runtime, choice.task)
     policy = runtime.policy_of(task)
-    digest = _digest(task, policy, choice)
-    return keys.effective_key(runtime.namespace, _scope(task, policy, choice), policy.name or task.name, choice.depth, digest)
+    scope, name, digest = _scope(task, policy, choice), policy.name or task.name, _digest(task, policy, choice)
+    return keys.effective_key(runtime.namespace, scope, name, choice.depth, digest)
 
 
 def _digest(task: IdempotentTask, policy: Policy, choice: Choice) -> str:
@@ -166,7 +191,8 @@ def _scope(task: IdempotentTask, policy: Policy, choice: Choice) -> str:
 
 
 def _by_prefix(runtime: Runtime, prefix: str) -> str:
-    matching = (record.key for record in runtime.store.find(limit=EVERY) if record.key.startswith(prefix))
+    records = readable(runtime.store.find(limit=EVERY), [])
+    matching = (record.key for record in records if record.key.startswith(prefix))
     found = list(dict.fromkeys(islice(matching, LISTED + 1)))
     if not found:
         raise Refusal(
@@ -178,6 +204,14 @@ def _by_prefix(runtime: Runtime, prefix: str) -> str:
         listed = ", ".join(found[:LISTED]) + (", ..." if len(found) > LISTED else "")
         raise Refusal("Ambiguous", f"several keys begin with {prefix}: {listed}", keys=found[:LISTED])
     return found[0]
+
+
+def readable(found: Iterable[Record], warnings: list[str]) -> Iterator[Record]:
+    """What ``Store.find`` finds; a record that cannot be read, where the store tells of one, becomes a warning."""
+    try:
+        yield from found
+    except RecordCorrupt as error:
+        warnings.append(one_line(error))
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def as_json(shape: Mapping[str, Any]) -> str:
 
 
 def shown_url(url: str) -> str:
-    """The URL with ``**`` for each password, also of several Sentinels and in the query; rather too much than too little."""
+    """The URL with ``**`` for each password, those of several Sentinels and in the query too; rather more than less."""
     parts = (f"{front}{':**' if password else ''}{rest}" for front, password, rest in _hosts(url))
     return _ASKED_SECRET.sub(r"\1**", ";".join(parts))
 
@@ -228,7 +228,8 @@ def _times(record: Record, clock: Clock) -> Iterator[tuple[str, str]]:
     if record.state is State.CLAIMED:
         yield "held by", holder_text(record.holder)
         yield "held since", clock.told(record.claimed_at)
-        yield "lease", f"{'ends' if clock.now < record.lease_expires_at else 'ended'} {clock.told(record.lease_expires_at)}"
+        ends = "ends" if clock.now < record.lease_expires_at else "ended"
+        yield "lease", f"{ends} {clock.told(record.lease_expires_at)}"
     else:
         yield "last run by", holder.describe(record.holder)
         yield "claimed", clock.told(record.claimed_at)
@@ -265,9 +266,9 @@ def _right_text(right: Right, clock: Clock) -> str:
 
 def record_line(record: Record, clock: Clock) -> str:
     """A record in one line: what an operator must see before forgetting it."""
-    facts = f"{record.state.value} {printable(record.task)} {record.key[:KEY_SHOWN]}, message {printable(record.message_id)}"
+    what = f"{record.state.value} {printable(record.task)} {record.key[:KEY_SHOWN]}"
     doubt = ", outcome unknown" if record.unknown else ""
-    return f"{facts}, {_standing(record, clock)}{doubt}"
+    return f"{what}, message {printable(record.message_id)}, {_standing(record, clock)}{doubt}"
 
 
 def _standing(record: Record, clock: Clock) -> str:
@@ -282,7 +283,7 @@ def _standing(record: Record, clock: Clock) -> str:
 
 def table(records: Sequence[Record], clock: Clock) -> str:
     """One line per record under a heading."""
-    rows = [("KEY", "STATE", "TASK", "AGE", "ATTEMPTS", "HOLDER OR END", "MESSAGE")]
+    rows: list[tuple[str, ...]] = [("KEY", "STATE", "TASK", "AGE", "ATTEMPTS", "HOLDER OR END", "MESSAGE")]
     for record in records:
         age = duration(clock.now - record.claimed_at)
         cells = (record.key[:KEY_SHOWN], record.state.value, record.task, age, str(record.attempts))

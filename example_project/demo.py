@@ -12,21 +12,23 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from uuid import uuid4
 
 from celery_idem import ConfigurationError, StoreError, open_store
 from example_project import ledger, servers
 from example_project.app import app
-from example_project.scenarios import SCENARIOS, WHOLE_WORKER, Scenario, Side
+from example_project.scenarios import SCENARIOS, WHOLE_WORKER, Scenario, Seen, Side
 from example_project.servers import DemoError, Process, wait_until
 from example_project.table import Cell, draw, painted, says
+from example_project.tasks import charge_plain
 
 ROOT = Path(__file__).resolve().parents[1]
 REDELIVERING = ("redis:", "rediss:", "amqp:", "amqps:", "pyamqp:")
 """Brokers that give the messages of a dead worker to another one."""
+EMBEDDED = ("filesystem", "sqlite")
 PRIVATE = {"redis": servers.redis, "rabbitmq": servers.rabbitmq, "postgresql": servers.postgresql}
 EMBEDDED_LIMIT = """\
 Not shown: the whole worker killed, as by a power cut. The filesystem and SQLite brokers forget a message once a worker
@@ -76,9 +78,8 @@ class Demo:
         self._stack = stack
         self._started = time.monotonic()
         self._folder = Path(tempfile.mkdtemp(prefix="celery-idem-demo-"))
-        self._keep = keep
         self._workers: list[Process] = []
-        stack.callback(self._leave)
+        stack.callback(self._leave, keep=keep)
 
     def run(self, broker: str, store: str) -> int:
         """Show everything; the exit code."""
@@ -87,38 +88,126 @@ class Demo:
         redelivers = app.conf.broker_url.startswith(REDELIVERING)
         shown = [*SCENARIOS, *(WHOLE_WORKER if redelivers else ())]
         played = [(scenario, *self._play(number, scenario)) for number, scenario in enumerate(shown, start=1)]
-        return self._tell(played, redelivers=redelivers)
+        broken = self._tell(played)
+        print(RUNS_AGAIN if redelivers else f"{RUNS_AGAIN}\n\n{EMBEDDED_LIMIT}")
+        return 1 if broken else 0
 
     # --- setting up ------------------------------------------------------------------------------------------------
 
     def _open_shop(self, broker: str, store: str) -> None:
-        name = f"shop-{uuid4().hex[:8]}"
-        os.environ.update(SHOP_DIR=str(self._folder), SHOP_NAME=name)
+        os.environ.update(SHOP_DIR=str(self._folder), SHOP_NAME=f"shop-{uuid4().hex[:8]}")
+        private: dict[str, str] = {}
         for word, variable in ((broker, "SHOP_BROKER"), (store, "SHOP_STORE")):
-            if word in PRIVATE:
-                self._say(f"starting a private {word} ...")
-                os.environ[variable] = self._private(word)
-            elif ":" in word:
-                os.environ[variable] = word
-        # From here on the settings may be read.
+            if word in PRIVATE and word not in private:
+                self._say(f"starting a private {word}")
+                private[word] = self._stack.enter_context(PRIVATE[word]())
+            if word not in EMBEDDED:
+                os.environ[variable] = private.get(word, word)
+        # The environment is complete, so from here on the settings may be read.
         claims = open_store(app.conf.idempotency_store)
         claims.create_schema()
         claims.close()
-        with ledger.opened():
-            pass  # makes the tables
-        app.backend.get_state("none")  # and those of the result backend, before two workers do it at once
-        self._stack.callback(_clean_broker)
+        app.backend.get_state("")  # makes the result tables, before two workers do it at once
+        self._stack.callback(clean_broker)
         self._say(f"the shop is open: broker {broker}, claim store {store}, files in {self._folder}")
 
-    def _private(self, word: str) -> str:
-        if word not in self._servers:
-            self._servers[word] = self._stack.enter_context(PRIVATE[word]())
-        return self._servers[word]
-
     def _start_workers(self) -> None:
-        names = {"bare": app.conf.task_routes["example_project.tasks.charge_plain"]["queue"]}
-        names["celery_idem"] = app.conf.task_default_queue
-        self._workers = [self._worker(name, queue) for name, queue in names.items()]
+        queues = {"bare": app.conf.task_routes[charge_plain.name]["queue"], "celery_idem": app.conf.task_default_queue}
+        self._workers = [_worker(name, queue, self._folder) for name, queue in queues.items()]
+        ready = f"the workers are ready (logs: {self._folder})"
+        wait_until(lambda: all(worker.logged(" ready.") for worker in self._workers), 30, ready, self._workers)
+        self._say("two workers are ready, with two processes each: one for bare Celery, one for celery_idem")
+
+    def _leave(self, *, keep: bool) -> None:
         for worker in self._workers:
-            wait_until(lambda w=worker: w.logged(" ready."), 30, f"worker {worker.name} is ready", self._workers)
-        self._say("two workers are ready, each with two processes: one runs bare Celery, the other celery_idem")
+            worker.stop()
+        if keep:
+            print(f"kept: {self._folder}")
+        else:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- the show --------------------------------------------------------------------------------------------------
+
+    def _play(self, number: int, scenario: Scenario) -> tuple[Side, Side]:
+        """Play one scenario on both sides at the same time, and return when every message is answered."""
+        sides = bare, idem = scenario.sides(number)
+        for batch in scenario.batches:
+            for side in sides:
+                scenario.send(batch, side)
+            if scenario.kills_worker:
+                self._lose_workers()
+            what = f"scenario {number} ({scenario.title}): every message is answered"
+            wait_until(lambda: all(side.answered for side in sides), 40, what, self._workers)
+        counts = f"bare {len(ledger.charges(bare.order_id))}, celery_idem {len(ledger.charges(idem.order_id))}"
+        self._say(f"{number}. {scenario.title}: {counts}")
+        return bare, idem
+
+    def _lose_workers(self) -> None:
+        wait_until(lambda: not any(worker.alive for worker in self._workers), 20, "both workers are killed")
+        for worker in self._workers:
+            worker.stop()
+        give_back_unacked()
+        self._start_workers()
+
+    def _tell(self, played: Sequence[tuple[Scenario, Side, Side]]) -> bool:
+        """Print the table; whether a row is not as promised."""
+        yes, no = ("✓", "✗") if says("✓✗") else ("yes", "NO")
+        rows, broken = [], []
+        for number, (scenario, bare, idem) in enumerate(played, start=1):
+            without, within = bare.seen(), idem.seen()
+            kept = scenario.promise_kept(within) and len(without.charges) == scenario.bare
+            if not kept:
+                broken.append(f"{number}. without celery_idem: {without}\n   with celery_idem: {within}")
+            verdict = Cell(yes, "green") if kept else Cell(no, "red")
+            texts = [Cell(str(number)), Cell(scenario.title), Cell(scenario.sent)]
+            rows.append([*texts, _count(without), _count(within), Cell(scenario.promised), verdict])
+        header = ("", "scenario", "what was sent", "bare Celery", "celery_idem", "promised", "ok")
+        print(f"\n{draw(header, rows, flexible=(1, 2, 5))}\n")
+        if broken:
+            print("\n".join(["not as promised:", *broken]))
+            print("\n".join(f"the end of {worker.log}:\n{worker.tail(60)}" for worker in self._workers))
+        kept_all = f"{len(rows) - len(broken)} of {len(rows)} rows are as promised"
+        print(f"{painted(kept_all, 'red' if broken else 'green')}, after {self._seconds:.0f} s\n")
+        return bool(broken)
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def _say(self, text: str) -> None:
+        print(f"{self._seconds:5.1f} s  {text}", flush=True)
+
+
+def _worker(name: str, queue: str, folder: Path) -> Process:
+    argv = [sys.executable, "-m", "celery", "-A", "example_project.app", "worker", "-Q", queue, "-n", f"{name}@%h"]
+    argv += ["--pool", "prefork", "--concurrency", "2", "--loglevel", "INFO"]
+    argv += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+    return Process(argv, log=folder / f"worker-{name}.log", env={"PYTHONPATH": str(ROOT)})
+
+
+def _count(seen: Seen) -> Cell:
+    count = len(seen.charges)
+    return Cell(f"{count} charge{'' if count == 1 else 's'}", "green" if count == 1 else "red")
+
+
+def give_back_unacked() -> None:
+    """Have Redis give the dead workers' messages to others now, not after its visibility timeout of an hour.
+
+    RabbitMQ has done so when their connections broke.
+    """
+    if app.conf.broker_url.startswith(("redis:", "rediss:")):
+        options = {**app.conf.broker_transport_options, "visibility_timeout": 0}
+        with app.connection_for_write(transport_options=options) as connection:
+            connection.default_channel.qos.restore_visible(interval=1)
+
+
+def clean_broker() -> None:
+    """Delete the demo's queues from a broker that lives on."""
+    with suppress(Exception), app.connection_for_write() as connection:
+        for queue in (app.conf.task_default_queue, app.conf.task_routes[charge_plain.name]["queue"]):
+            connection.default_channel.queue_delete(queue)
+            connection.default_channel.exchange_delete(queue)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -73,8 +73,6 @@ def _lines(row: Sequence[Cell], widths: Sequence[int], side: str) -> list[str]:
     lines = []
     for number in range(max(map(len, wrapped))):
         texts = [lines_[number] if number < len(lines_) else "" for lines_ in wrapped]
-        cells = [
-            painted(text.ljust(width), cell.colour) for text, width, cell in zip(texts, widths, row, strict=True)
-        ]
+        cells = [painted(text.ljust(width), cell.colour) for text, width, cell in zip(texts, widths, row, strict=True)]
         lines.append(f"{side} {f' {side} '.join(cells)} {side}")
     return lines

@@ -112,7 +112,8 @@ def _spelling(value: object) -> bytes | None:
 
 
 def _extra(kwargs: Mapping[str, object], taken: Iterable[str]) -> dict[str, object]:
-    return {f"**{name}" if name[:1] == "*" or name in taken else name: value for name, value in kwargs.items()}
+    named = ((str(name), value) for name, value in kwargs.items())
+    return {f"**{name}" if name[:1] == "*" or name in taken else name: value for name, value in named}
 
 
 def _shape_of(function: Callable[..., object], skip_first: bool) -> _Shape:

@@ -135,7 +135,7 @@ def cyclic() -> object:
 
 def deep() -> object:
     nested: list[object] = []
-    for _ in range(5000):
+    for _ in range(200_000):
         nested = [nested]
     return nested
 

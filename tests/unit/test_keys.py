@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import uuid
 from decimal import Decimal
 from typing import Any
@@ -164,7 +165,9 @@ def test_star_arguments_have_names_that_nothing_else_can_have() -> None:
     assert clashing == {"order_id": 1, "**order_id": 2, "****order_id": 3, "***": 4}
 
 
-@pytest.mark.parametrize("call", [((), {}), ((1, 2, 3, 4), {}), ((1,), {"a": 1}), ((1,), {"x": 1}), ((1,), {"*": [2]})])
+@pytest.mark.parametrize(
+    "call", [((), {}), ((1, 2, 3, 4), {}), ((1,), {"a": 1}), ((1,), {"x": 1}), ((1,), {"*": [2]}), ((), {1: 2})]
+)
 def test_a_call_that_does_not_match_is_kept_for_its_body_to_refuse(call: tuple[Any, Any]) -> None:
     bound = bind(plain, *call)
     assert bound.arguments["*"] == list(call[0])
@@ -182,6 +185,14 @@ def test_a_bound_first_parameter_is_left_out() -> None:
     assert bound_arguments(Task().run, (1,), {}) == {"a": 1}
     assert bound_arguments(Task.run, (1,), {}, skip_first=True) == {"a": 1}
     assert bound_arguments(lambda *args: None, (1,), {}, skip_first=True) == {"args": [1]}
+
+
+def test_annotations_that_have_no_value_are_not_asked_for() -> None:
+    # 3.14 evaluates them late, so there they may name what is imported for type checking alone.
+    annotation = "Missing" if sys.version_info >= (3, 14) else "'Missing'"
+    scope: dict[str, Any] = {}
+    exec(compile(f"def task(a: {annotation}, b=1): ...", "task.py", "exec", dont_inherit=True), scope)
+    assert bound_arguments(scope["task"], (1, 1), {}) == {"a": 1}
 
 
 def test_builtins_without_a_signature_take_anything() -> None:

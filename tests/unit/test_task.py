@@ -153,7 +153,7 @@ def test_a_failure_that_is_an_outcome_is_raised_for_duplicates(shop: Shop) -> No
 def test_a_value_that_is_not_stored_frees_the_key_after_success(shop: Shop, policy: Any) -> None:
     charge = charge_task(shop, Policy(key="arguments", **policy))
     seen: list[Any] = []
-    type(charge).on_success = lambda *a: seen.append(shop.store.get(key_of(charge)).state)
+    charge.__class__.on_success = lambda *a: seen.append(shop.store.get(key_of(charge)).state)
     message = shop.send(charge, 1)
     assert shop.deliver(message).state == "SUCCESS"
     assert seen == [State.CLAIMED]

@@ -312,9 +312,10 @@ class JoinedCall(Call):
             return ([tuple(row) for row in result] if result.returns_rows else []), result.rowcount
 
         try:
-            return self._send(send, writes=statement.writes)  # type: ignore[no-any-return]
+            found: tuple[list[Any], int] = self._send(send, writes=statement.writes)
         except NoSchema as error:
             raise no_schema("in the database of the connection given to complete") from error
+        return found
 
     def close(self) -> None:
         """Leave the connection with its owner."""

@@ -88,8 +88,8 @@ _POSTGRESQL = {
     # The claim this row was seen under ends; its times count from the write.
     "end": """
         WITH {clock}
-        UPDATE celery_idem_record SET rev = rev + 1, state = :new_state, unknown = :new_unknown, attempts = :new_attempts,
-          lease_expires_at = clock.now, completed_at = clock.now + :new_completed_at,
+        UPDATE celery_idem_record SET rev = rev + 1, state = :new_state, unknown = :new_unknown,
+          attempts = :new_attempts, lease_expires_at = clock.now, completed_at = clock.now + :new_completed_at,
           expires_at = clock.now + :new_expires_at, notes = {timed_notes}, outcome = :new_outcome, body = :new_body,
           content_type = :new_content_type, content_encoding = :new_content_encoding, checksum = :new_checksum
         FROM clock WHERE {free_alive} RETURNING clock.now""",
@@ -104,7 +104,8 @@ _POSTGRESQL = {
           SELECT * FROM unnest(CAST(:keys AS text[]), CAST(:tokens AS text[]), CAST(:leases AS float8[]),
             CAST(:keeps AS float8[])) AS wanted(key, token, lease, keep)),
         free AS (
-          SELECT r.key, lease, keep FROM celery_idem_record r JOIN wanted ON r.key = wanted.key AND r.token = wanted.token
+          SELECT r.key, lease, keep FROM celery_idem_record r
+          JOIN wanted ON r.key = wanted.key AND r.token = wanted.token
           WHERE state = 'CLAIMED' AND record_version <= {version} AND expires_at > (SELECT now FROM clock)
           FOR NO KEY UPDATE OF r SKIP LOCKED)
         UPDATE celery_idem_record r SET rev = rev + 1, lease_expires_at = now + lease, expires_at = now + lease + keep
@@ -122,6 +123,10 @@ _POSTGRESQL = {
 }
 
 
+_PYFORMAT: Dialect = postgresql.dialect(paramstyle="pyformat")
+_NAMED: Dialect = sqlite_dialect.dialect(paramstyle="named")
+
+
 @dataclass(frozen=True, slots=True)
 class Statement:
     """One statement: for a connection of the caller's, and as the driver of the store's own takes it."""
@@ -135,9 +140,9 @@ class Statements:
     """The statements by name, compiled once for an engine's driver."""
 
     def __init__(self, dialect: Dialect, *, injected_clock: bool) -> None:
-        sources, compiler = _POSTGRESQL, postgresql.dialect(paramstyle="pyformat")  # type: ignore[no-untyped-call]
+        sources, compiler = _POSTGRESQL, _PYFORMAT
         if dialect.name == "sqlite":
-            sources, compiler = _SQLITE, sqlite_dialect.dialect(paramstyle="named")  # type: ignore[no-untyped-call]
+            sources, compiler = _SQLITE, _NAMED
         places = {**_PLACES, "clock": _INJECTED_CLOCK if injected_clock else _CLOCK}
         self._by_name = {name: _statement(source.format(**places), compiler) for name, source in sources.items()}
 

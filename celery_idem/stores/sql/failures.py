@@ -18,12 +18,12 @@ _NO_SQLITE_SCHEMA = ("no such table", "no such column", "has no column named")
 _NOT_WRITTEN = ("readonly", "read-only", "unable to open", "database or disk is full", *_BUSY)
 
 
-class Locked(Exception):  # noqa: N818  not an error: the row is as it was, and somebody's transaction holds it
-    """A write found the row locked, or on SQLite the file."""
+class Locked(Exception):
+    """A write found the row, or on SQLite the file, held by somebody's transaction; nothing was written."""
 
 
-class Again(Exception):  # noqa: N818  not an error: nothing happened, the same statement may go out once more
-    """The server rolled the statement back to let another one through."""
+class Again(Exception):
+    """The server rolled the statement back to let another one through; it may go out once more."""
 
 
 class NoSchema(ConfigurationError):

@@ -18,6 +18,7 @@ from celery_idem.stores.sql import rows
 from celery_idem.stores.sql.database import Call, Database
 from celery_idem.stores.sql.failures import Locked
 from celery_idem.stores.sql.rows import Row
+from celery_idem.stores.sql.schema import COLUMNS
 
 A = TypeVar("A")
 Judge = Callable[[Record | None, float], tuple[A, Record | None]]
@@ -47,7 +48,7 @@ class GuardedRows:
         """Return the row, expired or not, and the clock."""
         found, _ = call.execute("read", {"key": key})
         values = found[0]
-        return (None if values[0] is None else rows.read_row(values)), values[len(rows.COLUMNS)]
+        return (None if values[0] is None else rows.read_row(values)), values[len(COLUMNS)]
 
     def take(self, call: Call, judge: Judge[Any]) -> tuple[Row, float, bool] | None:
         """Insert what ``judge`` makes of no record, or read the one there is; None if somebody is inserting it.

@@ -124,9 +124,9 @@ class SQLStore:
         remember = claim.operation.delivery.continues and not call.joined
         row = self._rows.seen_under(claim)
         if row is not None:
-            ended = self._rows.guess(call, "end", row, judge, remember=remember)
-            if ended is not None:
-                return ended
+            guessed = self._rows.guess(call, "end", row, judge, remember=remember)
+            if guessed is not None:
+                return guessed
         ended, row = self._rows.change(call, claim.key, judge, absent=absent)
         if row is not None and remember:
             self._rows.remember(row)

@@ -1,0 +1,110 @@
+"""Settings and policies: every wrong value is refused by name, and nothing is read from where it should not be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idem import ConfigurationError, Policy
+from celery_idem.app import given_settings, runtime_of
+from celery_idem.core.policy import UNSET
+from celery_idem.core.settings import PER_TASK, TABLE, Settings
+
+
+def test_defaults_pass_their_own_checks() -> None:
+    loaded = Settings.load({}, environment={})
+    for setting in TABLE:
+        assert setting.check(loaded[setting.name]) is None, setting.name
+
+
+def test_policy_has_exactly_the_per_task_settings() -> None:
+    from dataclasses import fields
+
+    assert {f.name for f in fields(Policy)} - {"name"} == set(PER_TASK)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mode", "on"), ("store", ""), ("store_options", []), ("store_timeout", 0), ("store_timeout", True),
+        ("namespace", " "), ("dead_check", 1), ("local_cache", -1), ("purge", "yes"), ("key", ""), ("key", 7),
+        ("key", "no field"), ("scope", 3), ("fingerprint", "amount"), ("fingerprint", []), ("lease", 0),
+        ("lease", float("nan")), ("lease", "60"), ("ttl", -1), ("wait_timeout", 61), ("on_conflict", "wait"),
+        ("verify", "yes"), ("on_unknown", "park"), ("on_lease_lost", "kill"), ("max_deliveries", 0),
+        ("max_deliveries", 2.5), ("storage_policy", "open"), ("serializer", ""), ("result_max_bytes", 0),
+        ("replay_failures", ValueError), ("replay_failures", (BaseException,)), ("cacheable", True), ("on_replay", 1),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"idempotency_{name}"):
+        Settings.load({name: value}, environment={})
+    if name in PER_TASK:
+        with pytest.raises(ConfigurationError, match=name):
+            Policy(**{name: value})
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_match() -> None:
+    with pytest.raises(ConfigurationError, match="idempotency_lease"):
+        Settings.load({"leese": 5}, environment={})
+    with pytest.raises(TypeError, match="leese"):
+        Policy(leese=5)  # type: ignore[call-arg]
+
+
+def test_the_environment_overrides_the_mode_and_is_checked() -> None:
+    assert Settings.load({"mode": "enforce"}, environment={"CELERY_IDEMPOTENCY_MODE": "observe"})["mode"] == "observe"
+    with pytest.raises(ConfigurationError, match="CELERY_IDEMPOTENCY_MODE"):
+        Settings.load({}, environment={"CELERY_IDEMPOTENCY_MODE": "maybe"})
+
+
+def test_settings_are_read_from_an_app_and_from_a_namespace() -> None:
+    plain = Celery("a", set_as_current=False)
+    plain.conf.update(idempotency_store="memory://", idempotency_lease=30)
+    assert given_settings(plain.conf) == {"store": "memory://", "lease": 30}
+
+    class Django:
+        CELERY_IDEMPOTENCY_STORE = "memory://"
+        CELERY_IDEMPOTENCY_TTL = 5
+        IDEMPOTENCY_LEASE = 1
+
+    spaced = Celery("b", set_as_current=False)
+    spaced.config_from_object(Django, namespace="CELERY")
+    settings = runtime_of(spaced).settings
+    assert (settings["store"], settings["ttl"], settings["lease"]) == ("memory://", 5, 60.0)
+
+
+def test_a_policy_lies_over_its_base_and_the_settings() -> None:
+    base = Policy(lease=5, ttl=7, name="stable")
+    own = Policy(lease=9).over(base)
+    assert (own.lease, own.ttl, own.name, own.key) == (9, 7, "stable", UNSET)
+    full = own.under(Settings.load({"ttl": 1, "key": ["order"]}, environment={}))
+    assert (full.lease, full.ttl, full.key, full.max_deliveries) == (9, 7, ["order"], 5)
+    assert Policy(lease=9) == Policy(lease=9)
+
+
+def test_no_store_is_a_clear_error() -> None:
+    with pytest.raises(ConfigurationError, match="idempotency_store is not set"):
+        _ = runtime_of(Celery("c", set_as_current=False)).store
+
+
+def test_an_unknown_store_scheme_is_a_clear_error() -> None:
+    app = Celery("d", set_as_current=False)
+    app.conf.idempotency_store = "mongodb://secret:password@host/db"
+    with pytest.raises(ConfigurationError, match="no store speaks 'mongodb'") as refused:
+        _ = runtime_of(app).store
+    assert "password" not in str(refused.value)
+
+
+def test_a_key_that_names_no_argument_stops_the_worker() -> None:
+    from celery_idem import IdempotentTask
+
+    app = Celery("e", set_as_current=False)
+    app.conf.idempotency_store = "memory://"
+
+    @app.task(base=IdempotentTask, name="pay", shared=False, key="order:{oder_id}")
+    def pay(order_id: int) -> None: ...
+
+    app.finalize()
+    with pytest.raises(ConfigurationError, match="order_id"):
+        runtime_of(app).check()
