@@ -110,7 +110,10 @@ def _not_found(key: str) -> Refusal:
 @_json
 @click.pass_context
 def init(ctx: click.Context) -> None:
-    """Make the tables and indexes the store needs; again does nothing."""
+    """Make the tables and indexes the store needs.
+
+    Doing it again changes nothing.
+    """
     runtime = _runtime(ctx)
     store, url = runtime.store, text.shown_url(runtime.settings["store"])
     store.create_schema()
@@ -123,8 +126,9 @@ def init(ctx: click.Context) -> None:
 @_json
 @click.pass_context
 def check(ctx: click.Context) -> None:
-    """Show settings and idempotent tasks, and check them and the store as a worker does when it starts.
+    """Check settings, idempotent tasks and the store.
 
+    Shows the settings and the tasks, and checks what a worker checks when it starts.
     Warnings end with exit code 0; what would keep a worker from starting, or a store that gives no answer, with 1.
     """
     runtime = _runtime(ctx)
@@ -195,9 +199,10 @@ def _shown(value: Any) -> str:
 @_json
 @click.pass_context
 def show(ctx: click.Context, /, wants_value: bool, **chosen: Any) -> None:
-    """Show one record: who holds it, how it ended, and what it remembers of each message.
+    """Show one record.
 
-    HASH is its key, or at least the first 8 characters of it.
+    Tells who holds it, how it ended, and what it remembers of each message. HASH is its key, or at least the first
+    8 characters of it.
     """
     runtime = _runtime(ctx)
     key = chosen_key(runtime, Choice(**chosen))
@@ -288,7 +293,7 @@ def _stable_name(runtime: Runtime, name: str) -> str:
 @_json
 @click.pass_context
 def forget(ctx: click.Context, /, yes: bool, force: bool, **chosen: Any) -> None:
-    """Forget what a record says, so that the next message of its key runs.
+    """Forget a record: the next message of its key runs.
 
     HASH is its key, or at least the first 8 characters of it. A record that cannot be read needs all 64.
     """
@@ -361,7 +366,10 @@ def _what_now(runtime: Runtime, *, forced: bool) -> str:
 @_json
 @click.pass_context
 def purge(ctx: click.Context, limit: int, every: bool) -> None:
-    """Delete expired records; workers do so too, a few hundred a minute."""
+    """Delete expired records.
+
+    Workers do so too, a few hundred a minute, and Redis by itself.
+    """
     store = _runtime(ctx).store
     purged = last = store.purge(limit)
     while every and last:

@@ -91,6 +91,13 @@ class Duration(ParamType):
         return sum(float(part[:-1]) * self.UNITS[part[-1]] for part in re.findall(r"[0-9.]+[smhd]", value))
 
 
+class Unlisted(click.Argument):
+    """An argument that the command's own text explains."""
+
+    def get_help_record(self, _ctx: click.Context) -> None:
+        """Not among the options."""
+
+
 def option(*names: str, group: str = "Options", **how: Any) -> Callable[[F], F]:
     """An option under a heading of its own in ``--help``."""
     return click.option(*names, cls=CeleryOption, help_group=group, **how)
@@ -129,7 +136,7 @@ def names_a_record(command: F) -> F:
         option("--args", type=Json(list, "JSON array"), group=group, metavar="JSON", help="Its positional arguments."),
         option("--key", group=group, metavar="KEY", help="The idempotency_key it was published with."),
         option("--task", group=group, metavar="NAME", help="The task, with one of the following."),
-        click.argument("digest", metavar="[HASH]", required=False, callback=_checked_hash),
+        click.argument("digest", cls=Unlisted, metavar="[HASH]", required=False, callback=_checked_hash),
     ):
         command = add(command)
     return command

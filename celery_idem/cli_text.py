@@ -163,7 +163,7 @@ def _holder_shape(text: str, *, asked: bool = True) -> dict[str, Any] | None:
     return {
         "pid": None if parsed is None else parsed.pid,
         "host": None if parsed is None else parsed.host,
-        "provably_dead": asked and holder.provably_dead(text),
+        "provably_dead": holder.provably_dead(text) if asked else None,
     }
 
 

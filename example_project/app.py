@@ -1,4 +1,4 @@
-"""The shop's Celery app. Nothing in it knows of celery_idem: see settings.py for the store and tasks.py for the tasks."""
+"""The shop's Celery app; settings.py names its broker and claim store, tasks.py has the tasks."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from celery_idem import ConfigurationError, StoreError, open_store
@@ -79,12 +80,14 @@ class Demo:
         self._started = time.monotonic()
         self._folder = Path(tempfile.mkdtemp(prefix="celery-idem-demo-"))
         self._workers: list[Process] = []
+        self._generation = 0
         stack.callback(self._leave, keep=keep)
 
     def run(self, broker: str, store: str) -> int:
         """Show everything; the exit code."""
         self._open_shop(broker, store)
         self._start_workers()
+        self._say("two workers are ready, with two processes each: one for bare Celery, one for celery_idem")
         redelivers = app.conf.broker_url.startswith(REDELIVERING)
         shown = [*SCENARIOS, *(WHOLE_WORKER if redelivers else ())]
         played = [(scenario, *self._play(number, scenario)) for number, scenario in enumerate(shown, start=1)]
@@ -109,18 +112,23 @@ class Demo:
         claims.close()
         app.backend.get_state("")  # makes the result tables, before two workers do it at once
         self._stack.callback(clean_broker)
+        self._stack.callback(self._stop_workers)
         self._say(f"the shop is open: broker {broker}, claim store {store}, files in {self._folder}")
 
     def _start_workers(self) -> None:
+        self._generation += 1
         queues = {"bare": app.conf.task_routes[charge_plain.name]["queue"], "celery_idem": app.conf.task_default_queue}
-        self._workers = [_worker(name, queue, self._folder) for name, queue in queues.items()]
-        ready = f"the workers are ready (logs: {self._folder})"
-        wait_until(lambda: all(worker.logged(" ready.") for worker in self._workers), 30, ready, self._workers)
-        self._say("two workers are ready, with two processes each: one for bare Celery, one for celery_idem")
+        for name, queue in queues.items():
+            self._workers.append(_worker(name, queue, self._folder / f"worker-{name}-{self._generation}.log"))
+        wait_until(lambda: all(worker.logged(" ready.") for worker in self._workers), 30, "ready", self._workers)
+
+    def _stop_workers(self) -> None:
+        for worker in self._workers:
+            worker.send_end()
+        while self._workers:
+            self._workers.pop().stop()
 
     def _leave(self, *, keep: bool) -> None:
-        for worker in self._workers:
-            worker.stop()
         if keep:
             print(f"kept: {self._folder}")
         else:
@@ -144,10 +152,10 @@ class Demo:
 
     def _lose_workers(self) -> None:
         wait_until(lambda: not any(worker.alive for worker in self._workers), 20, "both workers are killed")
-        for worker in self._workers:
-            worker.stop()
+        self._stop_workers()
         give_back_unacked()
         self._start_workers()
+        self._say("both workers were killed, two new ones are ready")
 
     def _tell(self, played: Sequence[tuple[Scenario, Side, Side]]) -> bool:
         """Print the table; whether a row is not as promised."""
@@ -162,7 +170,7 @@ class Demo:
             texts = [Cell(str(number)), Cell(scenario.title), Cell(scenario.sent)]
             rows.append([*texts, _count(without), _count(within), Cell(scenario.promised), verdict])
         header = ("", "scenario", "what was sent", "bare Celery", "celery_idem", "promised", "ok")
-        print(f"\n{draw(header, rows, flexible=(1, 2, 5))}\n")
+        print(f"\n{draw(header, rows, flexible=(1, 5))}\n")
         if broken:
             print("\n".join(["not as promised:", *broken]))
             print("\n".join(f"the end of {worker.log}:\n{worker.tail(60)}" for worker in self._workers))
@@ -178,11 +186,11 @@ class Demo:
         print(f"{self._seconds:5.1f} s  {text}", flush=True)
 
 
-def _worker(name: str, queue: str, folder: Path) -> Process:
+def _worker(name: str, queue: str, log: Path) -> Process:
     argv = [sys.executable, "-m", "celery", "-A", "example_project.app", "worker", "-Q", queue, "-n", f"{name}@%h"]
     argv += ["--pool", "prefork", "--concurrency", "2", "--loglevel", "INFO"]
     argv += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
-    return Process(argv, log=folder / f"worker-{name}.log", env={"PYTHONPATH": str(ROOT)})
+    return Process(argv, log=log, env={"PYTHONPATH": str(ROOT)})
 
 
 def _count(seen: Seen) -> Cell:
@@ -198,15 +206,17 @@ def give_back_unacked() -> None:
     if app.conf.broker_url.startswith(("redis:", "rediss:")):
         options = {**app.conf.broker_transport_options, "visibility_timeout": 0}
         with app.connection_for_write(transport_options=options) as connection:
-            connection.default_channel.qos.restore_visible(interval=1)
+            channel: Any = connection.default_channel
+            channel.qos.restore_visible(interval=1)
 
 
 def clean_broker() -> None:
     """Delete the demo's queues from a broker that lives on."""
     with suppress(Exception), app.connection_for_write() as connection:
+        channel: Any = connection.default_channel
         for queue in (app.conf.task_default_queue, app.conf.task_routes[charge_plain.name]["queue"]):
-            connection.default_channel.queue_delete(queue)
-            connection.default_channel.exchange_delete(queue)
+            channel.queue_delete(queue)
+            channel.exchange_delete(queue)
 
 
 if __name__ == "__main__":

@@ -67,10 +67,15 @@ class Process:
         """The end of its output."""
         return "\n".join(f"    {line}" for line in self.log.read_text(errors="replace").splitlines()[-lines:])
 
+    def send_end(self) -> None:
+        """Ask it to end."""
+        if self.alive:
+            self._popen.send_signal(self._end)
+
     def stop(self, seconds: float = 5) -> None:
         """End it in its own way, then by force, with everything it started."""
         if self.alive:
-            self._popen.send_signal(self._end)
+            self.send_end()
             with suppress(subprocess.TimeoutExpired):
                 self._popen.wait(seconds)
         with suppress(ProcessLookupError, PermissionError):
@@ -126,9 +131,8 @@ def rabbitmq() -> Iterator[str]:
     binary = _binary("rabbitmq-server", ["/usr/lib/rabbitmq/bin/rabbitmq-server", "rabbitmq-server"])
     epmd, port, epmd_port = _binary("rabbitmq-server", ["epmd"]), _free_port(), _free_port()
     with _scratch("rabbitmq") as place:
-        (place / "rabbitmq.conf").write_text(
-            f"listeners.tcp.1 = {LOOPBACK}:{port}\nlog.console = true\nlog.file = false\ndisk_free_limit.absolute = 10MB\n"
-        )
+        config = [f"listeners.tcp.1 = {LOOPBACK}:{port}", "log.console = true", "log.file = false"]
+        (place / "rabbitmq.conf").write_text("\n".join([*config, "disk_free_limit.absolute = 10MB", ""]))
         (place / "enabled_plugins").write_text("[].\n")
         env = {
             "HOME": str(place),

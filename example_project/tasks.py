@@ -60,7 +60,7 @@ def charge_verified(order_id: str, amount: int) -> Receipt:
     return take_payment(order_id, amount)
 
 
-# --- for the demo: what each delivery came to, and one accident that no task body can have ------------------------------
+# --- for the demo: what each delivery came to, and one accident that no task body can have ----------------------------
 
 
 @task_postrun.connect

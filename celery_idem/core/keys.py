@@ -160,7 +160,7 @@ def fingerprint(call: Bound, names: Sequence[str] | None = None) -> str:
     for name in sorted(set(names)):
         try:
             parts += [text_bytes(name), canonical(_look_up(call, name), where=name)]
-        except _Missing as missing:  # noqa: PERF203
+        except _Missing as missing:
             if missing.wrong:
                 raise ConfigurationError(f"fingerprint names {name!r}, but {missing.text}", name=name) from None
             parts += [text_bytes(name), b"-"]

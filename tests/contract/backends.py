@@ -186,6 +186,7 @@ class SQLBackend(Backend):
 
     def newer(self, key: str) -> None:
         self._set(key, record_version=2, notes="a layout of its own", answer="SOMETHING_NEW")
+        self.run("UPDATE celery_idem_record SET rev = rev + 1 WHERE key = ?", key)  # as every write does
 
     def garble(self, key: str, what: str) -> None:
         self._set(key, **{"notes": {"notes": "not json"}, "answer": {"answer": "garbage"}}[what])

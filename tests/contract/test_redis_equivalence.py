@@ -69,12 +69,15 @@ class Pair:
 
     def operation(self) -> Operation:
         pick = self.random.choice
-        if self.operations and self.random.random() < 0.25:
-            return pick(self.operations)
+        token, dice = f"{self.random.getrandbits(128):032x}", self.random.random()
+        if self.operations and dice < 0.2:
+            return pick(self.operations)  # the same question again
+        if self.claims and dice < 0.45:
+            return replace(self.claims[-1].operation, token=token)  # another copy of the latest message
         operation = Operation(
             KEY,
             Delivery(f"m{pick('aaabcd')}", pick((0, 0, 1, 1, 2, 3)), pick((True, False))),
-            f"{self.random.getrandbits(128):032x}",
+            token,
             holder=pick(("", "host:1:ünïcode", 'quo"te\\/\n')),
             task=pick(("shop.charge", "")),
             namespace=pick(("", "shop")),
@@ -142,17 +145,17 @@ def pair(redis_url: str, request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair.close()
 
 
-@pytest.mark.parametrize("pair", range(12), indirect=True)
+@pytest.mark.parametrize("pair", range(10), indirect=True)
 def test_random_histories(pair: Pair) -> None:
-    for _ in range(400):
+    for _ in range(300):
         pair.step()
 
 
 def test_random_histories_reach_every_answer_of_every_verb(redis_url: str) -> None:
     said: set[object] = set()
-    for seed in range(100, 110):
+    for seed in range(100, 112):
         pair = Pair(redis_url, seed)
-        for _ in range(200):
+        for _ in range(150):
             pair.step()
         said |= pair.said
         pair.close()

@@ -55,6 +55,7 @@ class Server(ABC):
         self._given_url = url
         self._process: Process | None = None
         self._closed = False
+        self._owner = os.getpid()
         self._version = ""
         self.port = 0 if url is not None else free_port()
         self.binary = "" if url is not None else find_binary(self.title, self.env_binary, self._candidates())
@@ -167,8 +168,8 @@ class Server(ABC):
         return self.start()
 
     def close(self) -> None:
-        """End it for good and remove its data; safe to call twice."""
-        if self._closed:
+        """End it for good and remove its data; safe to call twice, and nothing in a forked child."""
+        if self._closed or self._owner != os.getpid():
             return
         self._closed = True
         atexit.unregister(self.close)
@@ -454,7 +455,7 @@ class RabbitServer(Server):
     def close(self) -> None:
         """End the broker and its epmd for good and remove their data."""
         super().close()
-        if self._epmd is not None:
+        if self._epmd is not None and self._owner == os.getpid():
             self._epmd.close()
             self._epmd = None
 

@@ -17,12 +17,14 @@ from zoneinfo import ZoneInfo
 
 import pydantic
 import pytest
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from kombu.utils.json import dumps, loads
 
 from celery_idem.core.canonical import NoCanonicalForm, canonical
 from celery_idem.errors import CeleryIdemError
+
+any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 UTC = timezone.utc
 DAY = datetime(2026, 1, 2)  # noqa: DTZ001
@@ -115,6 +117,7 @@ def meaning(value: Any) -> object:
     return type(value).__name__, value
 
 
+@any_speed
 @given(values, values)
 def test_two_values_share_a_form_exactly_where_they_mean_the_same(one: object, other: object) -> None:
     try:
@@ -124,6 +127,7 @@ def test_two_values_share_a_form_exactly_where_they_mean_the_same(one: object, o
     assert (canonical(one) == canonical(other)) is same
 
 
+@any_speed
 @given(values)
 def test_a_value_keeps_its_form_over_kombus_json(value: object) -> None:
     try:
@@ -135,6 +139,7 @@ def test_a_value_keeps_its_form_over_kombus_json(value: object) -> None:
         assert canonical(round_trip(value)) == canonical(value)
 
 
+@any_speed
 @given(values, values, values, values)
 def test_neighbours_cannot_bleed_into_each_other(a: object, b: object, c: object, d: object) -> None:
     try:

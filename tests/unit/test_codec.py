@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from celery_idem.core.codec import (
@@ -25,6 +25,8 @@ from celery_idem.core.codec import (
     encode_value,
     through_codec,
 )
+
+any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 PLENTY = 1_000_000
 JSON = "application/json"
@@ -56,6 +58,7 @@ any_values = st.recursive(
 )
 
 
+@any_speed
 @given(json_values)
 def test_what_json_can_say_comes_back_as_it_was(value: object) -> None:
     assert decode_value(encode_value(value, "json", max_bytes=PLENTY)) == value
@@ -68,6 +71,7 @@ def test_falsy_and_odd_values_come_back_as_they_were(value: object, serializer: 
     assert (type(back), back) == (type(value), value)
 
 
+@any_speed
 @given(any_values)
 def test_the_first_run_and_every_replay_give_one_value(value: object) -> None:
     encoded = encode_value(value, "json", max_bytes=PLENTY)
@@ -87,6 +91,7 @@ def test_the_first_run_hands_on_what_json_makes_of_its_value() -> None:
     ]
 
 
+@any_speed
 @given(any_values)
 def test_pickle_keeps_every_type(value: object) -> None:
     encoded = encode_value(value, "pickle", max_bytes=PLENTY)
@@ -188,6 +193,7 @@ encodings = ["utf-8", "binary", "no-such-encoding", ""]
 accepts = [None, ["json"], ["json", "yaml", "msgpack", "x/y"]]
 
 
+@any_speed
 @given(st.binary(), st.sampled_from(content_types), st.sampled_from(encodings), st.sampled_from(accepts))
 def test_garbage_is_undecodable_and_nothing_else(body: bytes, content_type: str, encoding: str, accept: Any) -> None:
     encoded = sealed(body, content_type, encoding)
@@ -196,12 +202,14 @@ def test_garbage_is_undecodable_and_nothing_else(body: bytes, content_type: str,
             decode(encoded, accept)
 
 
+@any_speed
 @given(st.binary(max_size=40))
 def test_a_garbage_pickle_is_undecodable_and_nothing_else(body: bytes) -> None:
     with contextlib.suppress(Undecodable):
         decode_value(sealed(body, PICKLE, "binary"), ["pickle"])
 
 
+@any_speed
 @given(any_values, st.integers(0), st.integers(1, 255))
 def test_one_changed_byte_is_found(value: object, where: int, change: int) -> None:
     encoded = encode_value(value, "json", max_bytes=PLENTY)

@@ -107,7 +107,7 @@ def down_always() -> list[Exception]:
     return [down() for _ in range(1000)]
 
 
-# --- run and replay ----------------------------------------------------------------------------------------------------
+# --- run and replay -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [None, 0, [], "", False, {"a": [1, {"b": None}]}, "text"])
@@ -214,7 +214,7 @@ def test_a_failure_that_is_an_outcome_is_raised_again_for_duplicates(bench: Any)
     assert b.record().outcome.kind is Kind.FAILURE
 
 
-# --- values that are not kept -------------------------------------------------------------------------------------------
+# --- values that are not kept ---------------------------------------------------------------------
 
 
 def test_a_value_the_serializer_cannot_say_goes_on_once_and_never_runs_again(bench: Any) -> None:
@@ -294,7 +294,7 @@ def test_a_replay_hook_that_raises_leaves_the_stored_value(bench: Any, caplog: A
     assert "on_replay raised" in caplog.text
 
 
-# --- an earlier run whose outcome nobody knows ----------------------------------------------------------------------------
+# --- an earlier run whose outcome nobody knows ----------------------------------------------------
 
 
 def lapse(b: Bench, times: int = 1) -> None:
@@ -402,7 +402,7 @@ def test_verify_is_asked_once_beyond_the_cap_and_then_no_more(bench: Any) -> Non
     assert asked == [3]
 
 
-# --- the store does not answer -----------------------------------------------------------------------------------------------
+# --- the store does not answer --------------------------------------------------------------------
 
 
 def test_fail_closed_waits_for_the_store_and_then_refuses(bench: Any) -> None:
@@ -475,7 +475,7 @@ def test_a_record_that_cannot_be_read_is_told_and_does_not_run(bench: Any) -> No
     assert b.runs == 0
 
 
-# --- the lease ----------------------------------------------------------------------------------------------------------------
+# --- the lease ------------------------------------------------------------------------------------
 
 
 def test_a_body_longer_than_its_lease_keeps_it(bench: Any) -> None:
@@ -486,7 +486,9 @@ def test_a_body_longer_than_its_lease_keeps_it(bench: Any) -> None:
     def body(_: Any) -> None:
         began.set()
         first = b.store.get(key_for("order:1")).lease_expires_at
-        wait_until(lambda: b.store.get(key_for("order:1")).lease_expires_at > first + 0.3, 10, "the lease to be renewed")
+        wait_until(
+            lambda: b.store.get(key_for("order:1")).lease_expires_at > first + 0.3, 10, "the lease to be renewed"
+        )
         renewed.append(first)
 
     assert b.engine.run(op(), body).status is Status.EXECUTED
@@ -580,7 +582,7 @@ def test_a_lost_lease_ends_only_its_own_body(bench: Any) -> None:
     assert b.store.get(key_for("order:2")).state is State.RELEASED
 
 
-# --- observe, local cache, open claims -------------------------------------------------------------------------------------------
+# --- observe, local cache, open claims ------------------------------------------------------------
 
 
 def test_observe_runs_whatever_the_answer_and_says_what_enforcing_would_do(bench: Any) -> None:

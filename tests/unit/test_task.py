@@ -86,7 +86,7 @@ def hold(shop: Shop, task: Any, message: dict[str, Any], **changes: Any) -> None
     assert decision.claim is not None
 
 
-# --- one claim and its ends ----------------------------------------------------------------------------------------------
+# --- one claim and its ends -----------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("delivery: a value completes and is replayed")
@@ -216,7 +216,7 @@ def test_an_ignored_result_no_serializer_can_say(shop: Shop) -> None:
     assert len(charge.runs) == 1
 
 
-# --- retries ---------------------------------------------------------------------------------------------------------------
+# --- retries --------------------------------------------------------------------------------------
 
 
 def retrying(self: Any, *args: Any, **options: Any) -> Any:
@@ -309,7 +309,11 @@ def test_exhausted_retries_fail_as_they_do_without_us(shop: Shop) -> None:
 
 def test_autoretry_works_through_the_engine(shop: Shop) -> None:
     charge = charge_task(
-        shop, body=raising(ConnectionError("gateway")), autoretry_for=(ConnectionError,), retry_backoff=False, max_retries=1
+        shop,
+        body=raising(ConnectionError("gateway")),
+        autoretry_for=(ConnectionError,),
+        retry_backoff=False,
+        max_retries=1,
     )
     message = shop.send(charge, 1)
     assert shop.deliver(message).state == "RETRY"
@@ -317,7 +321,7 @@ def test_autoretry_works_through_the_engine(shop: Shop) -> None:
     assert shop.deliver(successor).state == "FAILURE"
 
 
-# --- held: wait, park, fail, skip ------------------------------------------------------------------------------------------
+# --- held: wait, park, fail, skip -----------------------------------------------------------------
 
 
 @pytest.mark.guarantee("delivery: HELD, a copy of the holder's own message is parked")
@@ -458,7 +462,7 @@ def test_an_expired_parked_copy_is_revoked_after_the_claim_and_a_running_origina
     assert charge.runs == []
 
 
-# --- mismatch, outage, newer records ------------------------------------------------------------------------------------------
+# --- mismatch, outage, newer records --------------------------------------------------------------
 
 
 @pytest.mark.guarantee("delivery: MISMATCH fails and names the arguments covered")
@@ -528,7 +532,7 @@ def test_a_newer_record_parks_and_stays_as_it_is(shop: Shop) -> None:
     assert shop.names()[-2:] == ["NEWER_RECORD", "PARKED"]
 
 
-# --- unknown outcome ----------------------------------------------------------------------------------------------------------
+# --- unknown outcome ------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("delivery: RECLAIMED asks verify, then the cap, then on_unknown")
@@ -548,7 +552,9 @@ def test_verify_gets_the_bodys_arguments(shop: Shop) -> None:
     assert charge.runs == []
 
 
-@pytest.mark.parametrize(("policy", "error"), [({"on_unknown": "fail"}, "OutcomeUnknown"), ({"max_deliveries": 1}, "DeliveriesExhausted")])
+@pytest.mark.parametrize(
+    ("policy", "error"), [({"on_unknown": "fail"}, "OutcomeUnknown"), ({"max_deliveries": 1}, "DeliveriesExhausted")]
+)
 def test_unknown_and_exhausted_fail_and_tell_errbacks(shop: Shop, policy: Any, error: str) -> None:
     charge = charge_task(shop, Policy(**policy))
     told: list[Any] = []
@@ -562,7 +568,7 @@ def test_unknown_and_exhausted_fail_and_tell_errbacks(shop: Shop, policy: Any, e
     assert charge.runs == []
 
 
-# --- lease lost ------------------------------------------------------------------------------------------------------------------
+# --- lease lost -----------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("delivery: completion answered lost is delivered anew")
@@ -588,7 +594,7 @@ def test_a_run_that_was_overtaken_hands_on_the_other_runs_value(shop: Shop) -> N
     assert shop.names() == ["NEW", "LEASE_RECLAIMED_LOSS", "REPLAYED"]
 
 
-# --- modes, direct calls, eager --------------------------------------------------------------------------------------------------
+# --- modes, direct calls, eager -------------------------------------------------------------------
 
 
 def test_mode_off_runs_every_copy_and_the_body_still_has_a_context(make_shop: Any) -> None:
@@ -654,7 +660,7 @@ def test_eager_retries_recurse_and_run(make_shop: Any) -> None:
     assert len(charge.runs) == 2
 
 
-# --- publishing ----------------------------------------------------------------------------------------------------------------
+# --- publishing -----------------------------------------------------------------------------------
 
 
 def test_an_explicit_key_wins_and_travels(shop: Shop) -> None:
@@ -733,7 +739,9 @@ def test_a_stamp_of_a_newer_version_is_read_for_what_is_known(shop: Shop) -> Non
     assert len(charge.runs) == 1
 
 
-@pytest.mark.parametrize("garbage", ["", "{", "[]", "null", '{"key": 1}', "[" * 100_000, '{"id":"M","task":"charge"}', 7, b"x"])
+@pytest.mark.parametrize(
+    "garbage", ["", "{", "[]", "null", '{"key": 1}', "[" * 100_000, '{"id":"M","task":"charge"}', 7, b"x"]
+)
 def test_garbage_in_our_headers_is_derived_anew(shop: Shop, garbage: Any) -> None:
     charge = charge_task(shop)
     message = shop.send(charge, 1)
@@ -769,7 +777,7 @@ def test_values_without_canonical_form_only_cost_the_fingerprint_under_message_k
         keyed.delay(complex(1, 2))
 
 
-# --- the class ------------------------------------------------------------------------------------------------------------------
+# --- the class ------------------------------------------------------------------------------------
 
 
 def test_policies_of_base_classes_lie_under_the_tasks_own(shop: Shop) -> None:

@@ -11,49 +11,55 @@ from typing import Any
 from celery_idem.errors import ConfigurationError, StoreUnavailable
 from celery_idem.stores.redis.connection import wire_for
 from celery_idem.stores.redis.rows import pairs_of
+from celery_idem.stores.redis.scripts import script
 from celery_idem.stores.redis.wire import CREDENTIALS, Refusal, Wire
 
 OLDEST = (5, 0)
 """Before 5.0 a script may not write after it read the clock."""
 
+BROKERS = frozenset({"redis", "rediss", "socket", "unix"})
 
-def check_store(wire: Wire) -> list[str]:
+
+def check_store(wire: Wire, prefix: str) -> list[str]:
     """Warnings about the server; ``ConfigurationError`` where it cannot keep claims at all."""
     try:
         info = _info(wire)
+        _recent_enough(info)
+        wire.run(script("settle"), f"{prefix}check", ("", ""))  # reads a key that is not there: may we at all?
         settings = _settings(wire)
     except StoreUnavailable as error:
         if error.facts.get("code") in CREDENTIALS:
             raise ConfigurationError(str(error)) from error
         raise
-    _recent_enough(info)
-    if settings is None:
-        evicts = _evicts(info.get("maxmemory_policy"), info.get("maxmemory"))
-        unseen = "this user may not read CONFIG, so it could not be checked whether redis "
-        unseen += "persists its data" if info.get("maxmemory_policy") else "evicts or persists records"
-        asked = f"{unseen}: make sure that maxmemory-policy is noeviction and appendonly is yes"
-        return [*evicts, asked]
-    return [
-        *_evicts(settings.get("maxmemory-policy"), settings.get("maxmemory")),
-        *_persists(settings.get("appendonly"), settings.get("save")),
-    ]
+    found = []
+    if info.get("role") == "slave":
+        found.append("this redis is a replica and refuses writes: point idempotency_store at the primary")
+    policy, memory = settings.get("maxmemory-policy"), settings.get("maxmemory")
+    found += _evicts(policy or info.get("maxmemory_policy"), memory or info.get("maxmemory"))
+    if "appendonly" in settings:
+        return found + _persists(settings["appendonly"], settings.get("save"))
+    if info.get("aof_enabled") == "1":
+        return found
+    unseen = "persists its data" if info.get("maxmemory_policy") else "evicts records or persists its data"
+    warning = f"CONFIG is not allowed here, so it could not be checked whether redis {unseen}: see that "
+    return [*found, warning + "maxmemory-policy is noeviction and appendonly is yes"]
 
 
-def shares_memory(store: Any, broker_url: str) -> str | None:
+def shares_memory(wire: Wire, broker_url: str) -> str | None:
     """A warning where the broker is the same Redis process as the store; None where it is not, or none answers.
 
     Args:
-        store: a ``RedisStore``.
-        broker_url: as Celery has it; of other brokers nothing is asked.
+        wire: to the store.
+        broker_url: as Celery has it; brokers that are no single Redis are not asked.
     """
-    if broker_url.partition(":")[0].partition("+")[0].lower() not in ("redis", "rediss", "socket", "unix"):
+    if not broker_url or broker_url.partition(":")[0].partition("+")[0].lower() not in BROKERS:
         return None
     try:
-        broker = wire_for(broker_url, timeout=2.0, options={})
+        broker = wire_for(broker_url.partition(";")[0], timeout=2.0, options={})
     except ConfigurationError:
         return None
     try:
-        ours, theirs = (_info(wire).get("run_id") for wire in (store.wire, broker))
+        ours, theirs = (_info(each).get("run_id") for each in (wire, broker))
     except StoreUnavailable:
         return None
     finally:
@@ -67,29 +73,28 @@ def shares_memory(store: Any, broker_url: str) -> str | None:
 
 
 def _info(wire: Wire) -> dict[str, str]:
-    replies = wire.commands([("INFO", "server"), ("INFO", "memory")])
-    found: dict[str, str] = {}
-    for reply in replies:
-        if isinstance(reply, Refusal):
-            raise reply.error
-        if isinstance(reply, dict):  # a client's own parser came first
-            found.update({str(name): str(value) for name, value in reply.items()})
-            continue
-        lines = reply.decode(errors="replace").splitlines()
-        found.update(line.split(":", 1) for line in lines if ":" in line)
-    return found
+    """What the server says of itself; nothing where this user may not ask."""
+    (reply,) = wire.commands([("INFO",)])
+    if isinstance(reply, Refusal):
+        if reply.error.facts.get("code") == "NOPERM":
+            return {}
+        raise reply.error
+    if isinstance(reply, dict):  # a cluster client reads it for us
+        return {str(name): str(value) for name, value in reply.items()}
+    lines = reply.decode(errors="replace").splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
-def _settings(wire: Wire) -> dict[str, str] | None:
-    """The settings that matter, or None where CONFIG is forbidden or gone."""
+def _settings(wire: Wire) -> dict[str, str]:
+    """The settings that matter; nothing where CONFIG is forbidden or gone."""
     names = ("maxmemory-policy", "maxmemory", "appendonly", "save")
     found: dict[str, str] = {}
     for reply in wire.commands([("CONFIG", "GET", name) for name in names]):
         if isinstance(reply, Refusal):
-            return None
+            return {}
         pairs: Mapping[Any, Any] = pairs_of(reply)
         found.update({_text(name): _text(value) for name, value in pairs.items()})
-    return found or None
+    return found
 
 
 def _recent_enough(info: Mapping[str, str]) -> None:

@@ -26,7 +26,7 @@ from celery_idem.core.records import (
     Successor,
 )
 from celery_idem.errors import ConfigurationError, RecordCorrupt
-from celery_idem.stores.redis.checks import check_store
+from celery_idem.stores.redis.checks import check_store, shares_memory
 from celery_idem.stores.redis.connection import wire_for
 from celery_idem.stores.redis.rows import (
     FIELDS,
@@ -176,7 +176,11 @@ class RedisStore:
 
     def check(self) -> list[str]:
         """See ``Store.check``."""
-        return check_store(self.wire)
+        return check_store(self.wire, self._prefix)
+
+    def shares_memory_with(self, broker_url: str) -> str | None:
+        """A warning where the broker is this very Redis; None where it is another, or does not answer."""
+        return shares_memory(self.wire, broker_url)
 
     def create_schema(self) -> None:
         """See ``Store.create_schema``: nothing to make."""

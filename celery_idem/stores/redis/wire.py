@@ -146,42 +146,44 @@ class PooledWire:
 
     def _exchange(self, commands: Sequence[Command], deadline: float) -> list[Any]:
         """One answer per command, ``ResponseError`` among them; all on one connection, sent at once."""
-        landed = False
+        before = False  # whether an earlier attempt may have landed
         while True:
             sent = False
             pool = self._pool()
             try:
                 connection = pool.get_connection(*self._asked_for)
                 try:
+                    packed = _packed(connection, commands)
                     sent = True
-                    return self._talk(connection, commands, deadline)
+                    replies = self._talk(connection, packed, len(commands), deadline)
                 except BaseException:
-                    connection.disconnect()
+                    connection.disconnect()  # an answer may still come, and it would be taken for the next one's
                     raise
                 finally:
                     pool.release(connection)
             except (exceptions.RedisError, OSError) as error:
-                failure = unavailable(error, sent=sent or landed)
-                stale = sent and _dropped(error) and not landed
-                landed = failure.may_have_landed
-                if not stale or time.monotonic() > deadline - self._timeout / 2:
+                failure = unavailable(error, sent=sent, before=before)
+                repeat = sent and not before and _dropped(error)
+                before = before or failure.may_have_landed
+                if not repeat or time.monotonic() > deadline - self._timeout / 2:
                     raise failure from error
+                continue
+            if before:
+                _raise_refusal(replies)
+            return replies
 
-    def _talk(self, connection: Any, commands: Sequence[Command], deadline: float) -> list[Any]:
-        if len(commands) == 1:
-            connection.send_packed_command(connection.pack_command(*commands[0]))
-        else:
-            connection.send_packed_command(connection.pack_commands(commands))
+    def _talk(self, connection: Any, packed: Any, answers: int, deadline: float) -> list[Any]:
+        connection.send_packed_command(packed)
         replies: list[Any] = []
-        for _ in commands:
+        for _ in range(answers):
             if not connection.can_read(timeout=max(deadline - time.monotonic(), 0.001)):
                 raise exceptions.TimeoutError("no answer in time")
             try:
                 replies.append(connection.read_response())
             except exceptions.ResponseError as error:
+                if code_of(error) == "READONLY":
+                    raise  # a demoted primary: without this connection the next verb looks up where the new one is
                 replies.append(error)
-                if isinstance(error, exceptions.ReadOnlyError):
-                    connection.disconnect()  # a demoted primary: the next verb looks up where the new one is
         return replies
 
 
@@ -237,17 +239,17 @@ class ClusterWire:
         """See ``Wire.close``: the client is its owner's."""
 
 
-def unavailable(error: BaseException, *, sent: bool) -> StoreUnavailable:
+def unavailable(error: BaseException, *, sent: bool, before: bool = False) -> StoreUnavailable:
     """The driver's error in our words; the server's address may be in it, credentials never are.
 
     Args:
         error: what redis-py raised.
-        sent: whether the command, or an earlier copy of it, had left this process.
+        sent: whether the command had left this process.
+        before: whether an earlier copy of it may have landed, so that a refusal now proves nothing.
     """
     code = code_of(error)
-    refused = code is not None
     what = _NEXT_STEP.get(code or "") or f"{error}: check that it runs and that idempotency_store names it"
-    landed = sent and not refused
+    landed = before or (sent and code is None)
     facts = {} if code is None else {"code": code}
     return StoreUnavailable(f"redis gave no answer; {what}", may_have_landed=landed, **facts)
 
@@ -261,6 +263,19 @@ def code_of(error: BaseException) -> str | None:
         found = _REFUSED.search(str(error))
         return None if found is None else found.group(1) or "REFUSED"
     return None
+
+
+def _raise_refusal(replies: Sequence[Any]) -> None:
+    """After a repeat a refusal does not say that nothing landed."""
+    for reply in replies:
+        if isinstance(reply, exceptions.ResponseError) and not isinstance(reply, exceptions.NoScriptError):
+            raise unavailable(reply, sent=True, before=True)
+
+
+def _packed(connection: Any, commands: Sequence[Command]) -> Any:
+    if len(commands) == 1:
+        return connection.pack_command(*commands[0])
+    return connection.pack_commands(commands)
 
 
 def _or_refusal(reply: Any) -> Any:

@@ -13,15 +13,15 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from sqlalchemy import create_engine, event, make_url
 from sqlalchemy.engine import URL, Connection, Engine
 
 from celery_idem.errors import ConfigurationError, StoreError
 from celery_idem.stores.sql import schema
-from celery_idem.stores.sql.dialect import Statement, Statements
+from celery_idem.stores.sql.dialect import statements
 from celery_idem.stores.sql.failures import (
     Again,
     Locked,
@@ -37,7 +37,7 @@ from celery_idem.stores.sql.watchdog import watchdog
 SQLITE_BUSY = 0.1
 """Seconds one SQLite statement waits for the file; then the record is read and decided anew."""
 
-Params = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class Database:
@@ -58,7 +58,8 @@ class Database:
         # The file is on this host, so is its clock.
         self.clock = time.time if clock is None and self.name == "sqlite" else clock
         self._pid = os.getpid()
-        self._engines: dict[int, tuple[Engine, Statements]] = {}
+        self.statements = statements(self.name, injected_clock=self.clock is not None)
+        self._engines: dict[int, Engine] = {}
         self._connecting = threading.local()
 
     @property
@@ -66,7 +67,7 @@ class Database:
         """Whether this is a file."""
         return self.name == "sqlite"
 
-    def engine(self) -> tuple[Engine, Statements]:
+    def engine(self) -> Engine:
         """Return this process's engine.
 
         Made without a lock, which a fork could leave locked for ever. A parent's engine stays referenced and
@@ -75,7 +76,7 @@ class Database:
         pid = os.getpid()
         return self._engines.get(pid) or self._engines.setdefault(pid, self._make_engine())
 
-    def _make_engine(self) -> tuple[Engine, Statements]:
+    def _make_engine(self) -> Engine:
         engine = self._given
         try:
             if engine is None:
@@ -90,7 +91,7 @@ class Database:
             raise connecting(error, self.name, landed=False) from error
         if not self.sqlite and not event.contains(engine, "do_connect", self._connect):
             event.listen(engine, "do_connect", self._connect)
-        return engine, Statements(engine.dialect, injected_clock=self.clock is not None)
+        return engine
 
     def _engine_options(self) -> dict[str, Any]:
         defaults: dict[str, Any] = {
@@ -113,11 +114,10 @@ class Database:
 
     def connected(self, deadline: float) -> Connection:
         """Check out a connection, made and set up before ``deadline`` if none is idle."""
-        engine, _ = self.engine()
         state = self._connecting
         state.deadline, state.tickets = deadline, []
         try:
-            return engine.connect()
+            return self.engine().connect()
         finally:
             state.deadline = None
             for ticket in state.tickets:
@@ -138,13 +138,13 @@ class Database:
 
     def forget_idle(self) -> None:
         """Close the idle connections: the server they led to is gone."""
-        self.engine()[0].dispose()
+        self.engine().dispose()
 
     def close(self) -> None:
         """Close the idle connections of this process; a given engine is its owner's."""
         made = self._engines.get(os.getpid())
         if made is not None and self._given is None:
-            made[0].dispose()
+            made.dispose()
 
     @contextlib.contextmanager
     def call(self) -> Iterator[Call]:
@@ -209,7 +209,7 @@ class Call:
 
     def execute(self, name: str, params: dict[str, Any]) -> tuple[list[Any], int]:
         """Send the statement of that name, and return its rows and how many it changed."""
-        statement = self.database.engine()[1][name]
+        statement = self.database.statements[name]
 
         def send(connection: Connection) -> tuple[list[Any], int]:
             cursor = connection.connection.cursor()
@@ -222,11 +222,11 @@ class Call:
 
         return self._repeated(send, params, writes=statement.writes)
 
-    def use(self, work: Callable[[Connection], Any], *, writes: bool) -> Any:
+    def use(self, work: Callable[[Connection], T], *, writes: bool) -> T:
         """Run something longer on the connection, within the deadline."""
         return self._repeated(work, {}, writes=writes)
 
-    def _repeated(self, send: Callable[[Connection], Any], params: dict[str, Any], *, writes: bool) -> Any:
+    def _repeated(self, send: Callable[[Connection], T], params: dict[str, Any], *, writes: bool) -> T:
         """Send; again on a fresh connection if the pooled one was stale, for every verb may be repeated."""
         while True:
             if self.database.clock is not None:
@@ -252,7 +252,7 @@ class Call:
                 self.drop()
                 self.database.forget_idle()
 
-    def _send(self, send: Callable[[Connection], Any], *, writes: bool) -> Any:
+    def _send(self, send: Callable[[Connection], T], *, writes: bool) -> T:
         connection = self._checked_out()
         driver: Any = connection.connection.dbapi_connection
         ticket = None if self.database.sqlite else watchdog().watch(driver, self.deadline)
@@ -303,7 +303,7 @@ class JoinedCall(Call):
 
     def execute(self, name: str, params: dict[str, Any]) -> tuple[list[Any], int]:
         """Send the statement of that name through SQLAlchemy, whatever driver the caller uses."""
-        statement: Statement = self.database.engine()[1][name]
+        statement = self.database.statements[name]
         if self.database.clock is not None:
             params["now"] = self.database.clock()
 
@@ -312,7 +312,7 @@ class JoinedCall(Call):
             return ([tuple(row) for row in result] if result.returns_rows else []), result.rowcount
 
         try:
-            found: tuple[list[Any], int] = self._send(send, writes=statement.writes)
+            found = self._send(send, writes=statement.writes)
         except NoSchema as error:
             raise no_schema("in the database of the connection given to complete") from error
         return found

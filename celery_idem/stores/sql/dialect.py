@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Double, TextClause, literal, literal_column, select, text, tuple_
-from sqlalchemy.dialects import postgresql
-from sqlalchemy.dialects import sqlite as sqlite_dialect
-from sqlalchemy.engine import Dialect
+from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.sql.selectable import Select
 
 from celery_idem.core.records import RECORD_VERSION, State
@@ -123,8 +121,8 @@ _POSTGRESQL = {
 }
 
 
-_PYFORMAT: Dialect = postgresql.dialect(paramstyle="pyformat")
-_NAMED: Dialect = sqlite_dialect.dialect(paramstyle="named")
+# How the drivers name parameters; nothing else in the text depends on the dialect.
+_PYFORMAT, _NAMED = DefaultDialect(paramstyle="pyformat"), DefaultDialect(paramstyle="named")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,24 +134,15 @@ class Statement:
     writes: bool
 
 
-class Statements:
-    """The statements by name, compiled once for an engine's driver."""
-
-    def __init__(self, dialect: Dialect, *, injected_clock: bool) -> None:
-        sources, compiler = _POSTGRESQL, _PYFORMAT
-        if dialect.name == "sqlite":
-            sources, compiler = _SQLITE, _NAMED
-        places = {**_PLACES, "clock": _INJECTED_CLOCK if injected_clock else _CLOCK}
-        self._by_name = {name: _statement(source.format(**places), compiler) for name, source in sources.items()}
-
-    def __getitem__(self, name: str) -> Statement:
-        return self._by_name[name]
-
-
-def _statement(source: str, compiler: Dialect) -> Statement:
-    construct = text(" ".join(source.split()))
-    writes = "UPDATE celery" in source or "INSERT" in source or "DELETE" in source
-    return Statement(construct, str(construct.compile(dialect=compiler)), writes)
+def statements(dialect: str, *, injected_clock: bool) -> dict[str, Statement]:
+    """Every statement of the dialect by its name."""
+    sources, compiler = (_SQLITE, _NAMED) if dialect == "sqlite" else (_POSTGRESQL, _PYFORMAT)
+    places = {**_PLACES, "clock": _INJECTED_CLOCK if injected_clock else _CLOCK}
+    made = {}
+    for name, source in sources.items():
+        construct = text(" ".join(source.format(**places).split()))
+        made[name] = Statement(construct, str(construct.compile(dialect=compiler)), not name.startswith("read"))
+    return made
 
 
 def find_page(

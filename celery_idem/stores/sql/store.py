@@ -194,10 +194,10 @@ class SQLStore:
             return {}
         by_token = {claim.token: claim for claim in claims}
         params = {
-            "keys": [claim.key for claim in claims],
+            "keys": [claim.key for claim in by_token.values()],
             "tokens": list(by_token),
-            "leases": [float(claim.lease) for claim in claims],
-            "keeps": [float(decide.kept(claim.ttl)) for claim in claims],
+            "leases": [float(claim.lease) for claim in by_token.values()],
+            "keeps": [float(decide.kept(claim.ttl)) for claim in by_token.values()],
         }
         found, _ = call.execute("renew", params)
         for _, token, rev, lease_expires_at, expires_at in found:

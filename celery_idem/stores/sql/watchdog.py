@@ -21,7 +21,7 @@ class Watchdog:
     """The statements of one process that may not run for ever."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
         self._watched: dict[int, tuple[float, Any]] = {}
         self._next = 0
         self._wakes_at = float("-inf")
@@ -54,11 +54,9 @@ class Watchdog:
                         # Under the lock: the connection cannot be given back, and its socket reused, meanwhile.
                         del self._watched[ticket]
                         hang_up(connection)
-                idle = not self._watched and self._next == seen
-                seen = self._next
-                nap = [now + _NAP] if not self._watched else []
-                self._wakes_at = min(nap + [deadline for deadline, _ in self._watched.values()])
-                self._wakes_at = float("inf") if idle else self._wakes_at
+                idle, seen = not self._watched and self._next == seen, self._next
+                default = float("inf") if idle else now + _NAP
+                self._wakes_at = min((deadline for deadline, _ in self._watched.values()), default=default)
                 self._changed.wait(None if idle else max(0.0, self._wakes_at - now))
 
 
