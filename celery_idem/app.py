@@ -14,11 +14,13 @@ from weakref import WeakKeyDictionary
 
 from celery import Celery, bootsteps
 
+from celery_idem.core.codec import NotKept
 from celery_idem.core.engine import Engine
 from celery_idem.core.events import Emitter, Event
 from celery_idem.core.heartbeat import Heartbeat
 from celery_idem.core.local_cache import LocalCache
 from celery_idem.core.policy import Policy
+from celery_idem.core.records import Kind
 from celery_idem.core.settings import PREFIX, Settings
 from celery_idem.errors import ConfigurationError, StoreUnavailable
 from celery_idem.stores.base import Store, open_store
@@ -66,6 +68,7 @@ class Runtime:
         self._cache: LocalCache | None = None
         self._policies: dict[str, Policy] = {}
         self._engines: dict[str, Engine] = {}
+        self._fanouts: frozenset[str] | None = None
         self.confirming: Any = None
         """The connection that names the pool of confirming producers; ``parking`` makes it."""
 
@@ -152,11 +155,32 @@ class Runtime:
             return ["mode is off: duplicates run"]
         for task in self.tasks():
             check_task(task, self.policy_of(task))
+            self._check_serializer(task)
         warnings = self.store.check()
         shares = getattr(self.store, "shares_memory_with", None)
         if shares is not None:
             warnings += [w for w in [shares(self.app.conf.broker_write_url)] if w]
         return warnings
+
+    def _check_serializer(self, task: IdempotentTask) -> None:
+        try:
+            self.engine_for(task).encode(Kind.RESULT, None)
+        except NotKept as error:
+            name = self.policy_of(task).serializer
+            raise ConfigurationError(
+                f"task {task.name}: results in {name!r} could not be read back: name another serializer in "
+                f"idempotency_serializer, or add this one to accept_content ({error})"
+            ) from error
+
+    def is_broadcast(self, delivery_info: Mapping[str, Any] | None) -> bool:
+        """Whether a message came through a fanout exchange, to be run by every queue bound to it."""
+        exchange = (delivery_info or {}).get("exchange")
+        if not exchange:
+            return False
+        if self._fanouts is None:
+            queues = self.app.amqp.queues.values()
+            self._fanouts = frozenset(q.exchange.name for q in queues if q.exchange and q.exchange.type == "fanout")
+        return exchange in self._fanouts
 
     def close(self) -> None:
         """Stop the heartbeat and give back every connection."""
@@ -183,16 +207,15 @@ class CheckStore(bootsteps.StartStopStep):
         self._app = parent.app
 
     def start(self, parent: Any) -> None:  # noqa: ARG002  Celery's signature
-        """Check and warn."""
+        """Check, warn, and leave no connection open that a forked child would inherit."""
+        runtime = runtime_of(self._app)
         try:
-            for warning in runtime_of(self._app).check():
+            for warning in runtime.check():
                 logger.warning("celery_idem: %s", warning)
         except StoreUnavailable as error:
             logger.warning("celery_idem: the store does not answer, tasks will wait for it: %s", error)
-
-    def stop(self, parent: Any) -> None:  # noqa: ARG002  Celery's signature
-        """Close what the main process opened."""
-        runtime_of(self._app).close()
+        finally:
+            runtime.close()
 
 
 def ensure_installed(app: Celery) -> None:

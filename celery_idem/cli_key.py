@@ -6,8 +6,10 @@ task that is not loaded cannot be asked for by name. What is refused here was no
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -185,8 +187,28 @@ def _digest(task: IdempotentTask, policy: Policy, choice: Choice) -> str:
     if not (choice.task_id is not None if by_id else choice.from_arguments):
         needed = "--id" if by_id else "--args and --kwargs"
         raise click.UsageError(f"{task.name} has the key {key_text(policy)}: give {needed}, or the message's own --key")
-    call = keys.bind(task.run, choice.args or (), choice.kwargs or {})
-    return source.digest(message_id=choice.task_id, call=call)
+    return source.digest(message_id=choice.task_id, call=None if by_id else _call(task, source, choice))
+
+
+def _call(task: IdempotentTask, source: keys.KeySource, choice: Choice) -> keys.Bound:
+    """The call as the worker binds it; what a key made of named arguments does not name may be left out."""
+    args, kwargs = choice.args or [], choice.kwargs or {}
+    call = keys.bind(task.run, args, kwargs)
+    if not source.names or _fits(call):
+        return call
+    with suppress(TypeError, ValueError, NameError):  # too many arguments; or annotations that nobody can evaluate
+        signature = inspect.signature(task.run)
+        given = signature.bind_partial(*args, **kwargs).arguments
+        named = (p for p in signature.parameters.values() if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY})
+        left_out = {p.name: None for p in named if p.default is p.empty and p.name not in given}
+        call = keys.bind(task.run, args, {**kwargs, **left_out})
+    if not _fits(call):
+        raise click.UsageError(f"{task.name} takes no such arguments: give them as they were published")
+    return call
+
+
+def _fits(call: keys.Bound) -> bool:
+    return "*" not in call.full  # where bind() puts what the signature refuses
 
 
 def _scope(task: IdempotentTask, policy: Policy, choice: Choice) -> str:

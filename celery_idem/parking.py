@@ -19,7 +19,7 @@ from kombu import pools
 
 from celery_idem.app import runtime_of
 from celery_idem.errors import ParkFailed
-from celery_idem.publish import NOT_COPIED, PARK_HEADER, STAMP_HEADER, Parked, Stamp, read_parked
+from celery_idem.publish import PARK_HEADER, STAMP_HEADER, Parked, Stamp, copied, read_parked
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -104,8 +104,7 @@ def publish_parked(task: IdempotentTask, request: Any, stamp: Stamp, wait: Wait)
 
 
 def _copy(task: IdempotentTask, request: Any, stamp: Stamp, parked: Parked, delay: float) -> Any:
-    headers = {k: v for k, v in (request.headers or {}).items() if k not in NOT_COPIED}
-    headers |= {STAMP_HEADER: stamp.header(), PARK_HEADER: parked.header()}
+    headers = copied(request.headers) | {STAMP_HEADER: stamp.header(), PARK_HEADER: parked.header()}
     return task.signature_of_copy(request, headers=headers, countdown=delay, retries=request.retries, expires=None)
 
 

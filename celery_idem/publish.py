@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 KEY_HEADER = "idempotency_key"
 STAMP_HEADER = "idempotency_stamp"
 PARK_HEADER = "idempotency_park"
-NOT_COPIED = frozenset({PARK_HEADER, "redelivered"})
-"""Headers of one copy that no other message may inherit; kombu's Redis transport adds ``redelivered``."""
+NOT_COPIED = (PARK_HEADER, "redelivered", "x-death", "x-first-death-", "x-last-death-")
+"""Beginnings of headers that belong to one copy: ours, kombu's Redis mark, RabbitMQ's dead-letter history."""
 STAMP_VERSION = 1
 
 
@@ -62,6 +62,11 @@ class Parked:
         """The header's text."""
         facts = {"generation": self.generation, "count": self.count, "expires": self.expires}
         return json.dumps(facts, separators=(",", ":"))
+
+
+def copied(headers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The headers another message may inherit from this copy."""
+    return {name: value for name, value in (headers or {}).items() if not name.startswith(NOT_COPIED)}
 
 
 def read_stamp(headers: Mapping[str, Any], task: str, message_id: str | None) -> Stamp | None:

@@ -161,8 +161,8 @@ class IdempotentTask(Task):  # type: ignore[type-arg]  # not subscriptable befor
     ) -> Any:
         """Like Celery's own, for a successor: the key stays, the fingerprint follows changed arguments."""
         request = self.request if request is None else request
-        headers = {**(request.headers or {}), **(options.pop("headers", None) or {})}
-        headers = {k: v for k, v in headers.items() if k not in publish.NOT_COPIED}
+        given = options.pop("headers", None)
+        headers = publish.copied(request.headers if given is None else given)
         runtime = runtime_of(self.app)
         if request.id is not None and runtime.mode != "off":
             policy = runtime.policy_of(self)
@@ -184,7 +184,7 @@ class IdempotentTask(Task):  # type: ignore[type-arg]  # not subscriptable befor
         """Run the body once per key, or hand on what its first run left."""
         request = self.request
         runtime = runtime_of(self.app)
-        if request.called_directly or runtime.mode == "off":
+        if request.called_directly or runtime.mode == "off" or runtime.is_broadcast(request.delivery_info):
             running = RUNNING.set(self._unclaimed(args, kwargs))
             try:
                 return self._body(args, kwargs)

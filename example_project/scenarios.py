@@ -173,7 +173,7 @@ SCENARIOS = (
         accident=("after the charge", "child killed"),
         bare=2,
         charges=2,
-        promised="nothing is lost; the second run is told it is the second",
+        promised="may charge twice: nothing is lost, the second run is told",
         kept=_told_of_the_first,
     ),
     Scenario(

@@ -67,15 +67,10 @@ class Process:
         """The end of its output."""
         return "\n".join(f"    {line}" for line in self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def send_end(self) -> None:
-        """Ask it to end."""
-        if self.alive:
-            self._popen.send_signal(self._end)
-
     def stop(self, seconds: float = 5) -> None:
         """End it in its own way, then by force, with everything it started."""
         if self.alive:
-            self.send_end()
+            self._popen.send_signal(self._end)
             with suppress(subprocess.TimeoutExpired):
                 self._popen.wait(seconds)
         with suppress(ProcessLookupError, PermissionError):

@@ -13,7 +13,7 @@ from typing import Literal
 Colour = Literal["", "red", "green", "bold"]
 CODES = {"red": "31", "green": "32", "bold": "1"}
 WIDTH = 120
-"""Columns where the output is no terminal; a wider one is not used up."""
+"""Columns at most, and where the output is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ def painted(text: str, colour: Colour) -> str:
     return f"\x1b[{CODES[colour]}m{text}\x1b[0m"
 
 
+def width() -> int:
+    """Columns to fill: the terminal's, but no more than can be read at ease."""
+    return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
 def draw(header: Sequence[str], rows: Sequence[Sequence[Cell]], flexible: Sequence[int]) -> str:
     """The table; the columns numbered in ``flexible`` share the width the others leave, and wrap."""
     box = "┌─┬┐├┼┤└┴┘│" if says("┌─") else "+-++++++++|"
@@ -49,7 +54,7 @@ def draw(header: Sequence[str], rows: Sequence[Sequence[Cell]], flexible: Sequen
 
     def rule(ends: tuple[str, str, str]) -> str:
         left, cross, right = ends
-        return left + cross.join(box[1] * (width + 2) for width in widths) + right
+        return left + cross.join(box[1] * (wide + 2) for wide in widths) + right
 
     lines = [rule(top)]
     for number, row in enumerate([head, *rows]):
@@ -59,20 +64,25 @@ def draw(header: Sequence[str], rows: Sequence[Sequence[Cell]], flexible: Sequen
 
 
 def _widths(rows: Sequence[Sequence[Cell]], flexible: Sequence[int]) -> list[int]:
-    widths = [max(len(row[column].text) for row in rows) for column in range(len(rows[0]))]
-    total = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
-    left = total - 1 - sum(width + 3 for column, width in enumerate(widths) if column not in flexible)
+    columns = [[row[column].text for row in rows] for column in range(len(rows[0]))]
+    widths = [max(map(len, texts)) for texts in columns]
+    left = width() - 1 - 3 * len(columns) - sum(wide for column, wide in enumerate(widths) if column not in flexible)
     wanted = sum(widths[column] for column in flexible)
     for column in flexible:
-        widths[column] = max(12, min(widths[column], widths[column] * (left - 3 * len(flexible)) // wanted))
+        longest_word = max(len(word) for text in columns[column] for word in text.split())
+        widths[column] = max(longest_word, min(widths[column], widths[column] * left // wanted))
     return widths
 
 
 def _lines(row: Sequence[Cell], widths: Sequence[int], side: str) -> list[str]:
-    wrapped = [textwrap.wrap(cell.text, width) or [""] for cell, width in zip(row, widths, strict=True)]
-    lines = []
-    for number in range(max(map(len, wrapped))):
-        texts = [lines_[number] if number < len(lines_) else "" for lines_ in wrapped]
-        cells = [painted(text.ljust(width), cell.colour) for text, width, cell in zip(texts, widths, row, strict=True)]
-        lines.append(f"{side} {f' {side} '.join(cells)} {side}")
-    return lines
+    wrapped = [textwrap.wrap(cell.text, wide) or [""] for cell, wide in zip(row, widths, strict=True)]
+    height = max(map(len, wrapped))
+    padded = [lines + [""] * (height - len(lines)) for lines in wrapped]
+    return [
+        f"{side} " + f" {side} ".join(map(_painted_cell, texts, widths, row)) + f" {side}"
+        for texts in zip(*padded, strict=True)
+    ]
+
+
+def _painted_cell(text: str, wide: int, cell: Cell) -> str:
+    return painted(text, cell.colour) + " " * (wide - len(text))

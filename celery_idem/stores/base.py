@@ -12,8 +12,8 @@ S7  Every verb works in a child forked after the parent used the store.
 S8  Every verb is thread-safe; one locked record delays no other.
 S9  Releases N and N-1 share one store.
 
-Cost, counted in server commands: Redis, first run 2 and replay 1; PostgreSQL, first run 2 statements in 2
-WAL-writing transactions, replay 1 and 0; a takeover or a granted right one more; ``settle`` and ``note_parked`` one each.
+Cost, counted in server commands: Redis, first run 2 and replay 1; PostgreSQL, first run 2 statements in 2 transactions
+that write WAL, replay 1 and 0; a takeover or a granted right one more; ``settle`` and ``note_parked`` one each.
 """
 
 from __future__ import annotations

@@ -198,4 +198,6 @@ def overlapping(runs: list[Run]) -> list[tuple[Run, Run]]:
         end = next((r for r in runs if r.word == "end" and r.fence == start.fence), None)
         if end is not None:
             spans.append((start, end))
-    return [(a[0], b[0]) for i, a in enumerate(spans) for b in spans[i + 1 :] if a[0].at < b[1].at and b[0].at < a[1].at]
+    return [
+        (a[0], b[0]) for i, a in enumerate(spans) for b in spans[i + 1 :] if a[0].at < b[1].at and b[0].at < a[1].at
+    ]

@@ -130,7 +130,7 @@ def test_postgres_databases_are_apart(postgres_server: PostgresServer, postgres_
 
 
 @pytest.mark.rabbitmq
-def test_rabbit_vhosts_are_apart_and_pause_is_felt(rabbit_server: RabbitServer, amqp_url: str) -> None:
+def test_rabbit_vhosts_are_apart(rabbit_server: RabbitServer, amqp_url: str) -> None:
     other = rabbit_server.create_vhost()
     with Connection(amqp_url) as one, Connection(other) as two:
         with one.SimpleQueue("q") as queue:

@@ -399,6 +399,7 @@ def test_show_refuses_what_it_cannot_find(shell: Shell) -> None:
         ("--task shop.mail", "give --id"),
         ("--task shop.mail --args [1]", "give --id"),
         ("--task shop.charge --args [1] --key x", "give one of --key"),
+        ("--task shop.charge --args [1,2,3]", "takes no such arguments"),
         ("--task shop.charge --args 7", "is not a JSON array"),
         ("--task shop.charge --args {", "is not JSON"),
         ("--task shop.charge --kwargs []", "is not a JSON object"),
@@ -417,6 +418,17 @@ def test_arguments_without_a_key_are_refused_as_the_worker_would(shell: Shell) -
     refused = shell.json("show", "--task", "shop.charge", "--args", "[null]", exit_code=1)
     assert refused["error"]["type"] == "KeyMissing"
     assert "'order_id' is None" in refused["error"]["message"]
+
+
+def test_arguments_the_key_does_not_name_may_be_left_out(shell: Shell) -> None:
+    def ship(order_id: int, amount: int, *, note: str, **more: Any) -> None: ...
+
+    shell.app.task(name="shop.ship", base=IdempotentTask, shared=False, key=["order_id", "sku"])(ship)
+    shell.app.tasks["shop.ship"].apply_async((7, 20), {"note": "x", "sku": "s"})
+    for words in (["--args", "[7]", "--kwargs", '{"sku": "s"}'], ["--kwargs", '{"sku": "s", "order_id": 7}']):
+        assert shell.json("show", "--task", "shop.ship", *words)["record"]["state"] == "COMPLETED"
+    for words in (["--args", "[7]"], ["--kwargs", '{"sku": "s", "amount": 1}']):
+        assert shell.json("show", "--task", "shop.ship", *words, exit_code=1)["error"]["type"] == "KeyMissing"
 
 
 # --- list ------------------------------------------------------------------------------------------------------------

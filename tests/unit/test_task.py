@@ -660,6 +660,21 @@ def test_eager_retries_recurse_and_run(make_shop: Any) -> None:
     assert len(charge.runs) == 2
 
 
+def test_a_broadcast_message_runs_in_every_queue(shop: Shop) -> None:
+    from kombu.common import Broadcast
+
+    shop.app.conf.task_queues = (*shop.app.amqp.queues.values(), Broadcast("everywhere"))
+    shop.app.amqp.flush_routes()
+    del shop.app.amqp.queues
+    charge = charge_task(shop)
+    shop.app.finalize()
+    message = {"id": "M", "task": "charge", "args": [1], "kwargs": {}}
+    info = {"exchange": "everywhere", "routing_key": "", "priority": 0, "redelivered": False}
+    assert [shop.deliver(message, delivery_info=info).state for _ in range(2)] == ["SUCCESS", "SUCCESS"]
+    assert len(charge.runs) == 2
+    assert shop.events == []
+
+
 # --- publishing -----------------------------------------------------------------------------------
 
 
@@ -775,6 +790,14 @@ def test_values_without_canonical_form_only_cost_the_fingerprint_under_message_k
     pay.delay(complex(1, 2))
     with pytest.raises(TypeError, match="thing"):
         keyed.delay(complex(1, 2))
+
+
+def test_a_serializer_nobody_could_read_back_stops_the_worker(make_shop: Any) -> None:
+    shop = make_shop(idempotency_serializer="pickle")
+    charge_task(shop)
+    shop.app.finalize()
+    with pytest.raises(ConfigurationError, match="accept_content"):
+        runtime_of(shop.app).check()
 
 
 # --- the class ------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ _CODES = {
 }
 _REFUSED = re.compile(
     r"\b(LOADING|READONLY|OOM|MISCONF|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|MOVED|ASK|TRYAGAIN|CROSSSLOT|NOAUTH|NOPERM"
-    r"|WRONGPASS|BUSY|WRONGTYPE|NOPROTO)\b|max number of clients reached|can't write against a read only|-OOM"
+    r"|WRONGPASS|BUSY|WRONGTYPE|NOPROTO)\b|max number of clients reached"
 )
 CREDENTIALS = frozenset({"NOAUTH", "NOPERM", "WRONGPASS"})
 _NEXT_STEP = {
@@ -259,6 +259,8 @@ def code_of(error: BaseException) -> str | None:
     for kind, code in _CODES.items():
         if isinstance(error, kind):
             return "WRONGPASS" if "WRONGPASS" in str(error) else code
+    if "unauthenticated" in str(error):
+        return "NOAUTH"  # Redis 7 reads no long command before AUTH, and says so in other words
     if isinstance(error, exceptions.ResponseError) or "max number of clients" in str(error):
         found = _REFUSED.search(str(error))
         return None if found is None else found.group(1) or "REFUSED"
