@@ -34,7 +34,7 @@ from celery_idem.cli_key import (
 from celery_idem.core import holder, keys
 from celery_idem.core.codec import Undecodable, decode_exception, decode_value
 from celery_idem.core.policy import UNSET, Policy
-from celery_idem.core.records import RECORD_VERSION, Kind, Outcome, Record, State
+from celery_idem.core.records import Kind, Outcome, Record, State
 from celery_idem.errors import CeleryIdemError, RecordCorrupt
 from celery_idem.stores.base import Store
 from celery_idem.task import IdempotentTask
@@ -309,7 +309,8 @@ def forget(ctx: click.Context, /, yes: bool, force: bool, **chosen: Any) -> None
     if not (yes or _confirmed(wants_json)):
         raise Refusal("NotConfirmed", "nothing was forgotten", key=key)
     if not store.forget(key, None if record is None else record.fence):
-        raise Refusal("Changed", f"record {key} changed meanwhile, nothing was forgotten: look again", key=key)
+        why = "changed meanwhile" if record else "can be read now, is gone, or was written by a newer release"
+        raise Refusal("Changed", f"record {key} {why}, nothing was forgotten: look again", key=key)
     then = _what_now(runtime, forced=held is not None)
     was = None if record is None else text.record_shape(record, clock)
     _say(ctx, f"forgotten: {then}", {"forgotten": True, "key": key, "was": was, "then": then})
@@ -323,7 +324,7 @@ def _to_forget(store: Store, key: str, clock: text.Clock) -> tuple[Record | None
         return None, text.one_line(error)
     if record is None:
         raise _not_found(key)
-    if record.record_version > RECORD_VERSION:
+    if text.is_newer(record):
         raise Refusal("Newer", f"record {key} was written by a newer release: forget it with that one", key=key)
     return record, text.record_line(record, clock)
 

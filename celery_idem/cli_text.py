@@ -195,8 +195,20 @@ def aligned(rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in listed)
 
 
+def is_newer(record: Record) -> bool:
+    """Whether a newer release wrote it, so that everything but key, fence and expiry is a guess."""
+    return record.record_version > RECORD_VERSION
+
+
+def _state(record: Record) -> str:
+    return "NEWER" if is_newer(record) else record.state.value
+
+
 def record_text(record: Record, clock: Clock, value: str | None = None) -> str:
     """Everything about a record but its stored value, which the caller gives if it is wanted."""
+    if is_newer(record):
+        rows = [("key", record.key), ("state", f"{_state(record)}: only the release that wrote it can read it")]
+        return aligned([*rows, ("expires", clock.told(record.expires_at))])
     rows = [*_facts(record), *_times(record, clock)]
     if record.outcome is not None:
         encoded = record.outcome.encoded
@@ -212,8 +224,6 @@ def record_text(record: Record, clock: Clock, value: str | None = None) -> str:
 
 def _facts(record: Record) -> Iterator[tuple[str, str]]:
     yield "key", record.key
-    if record.record_version > RECORD_VERSION:
-        yield "version", f"{record.record_version}, of a newer release: this one may misread it"
     yield "state", record.state.value
     yield "task", printable(record.task)
     yield "namespace", printable(record.namespace)
@@ -272,6 +282,8 @@ def record_line(record: Record, clock: Clock) -> str:
 
 
 def _standing(record: Record, clock: Clock) -> str:
+    if is_newer(record):
+        return "of a newer release"
     if record.state is State.CLAIMED:
         dead = " (dead)" if holder.provably_dead(record.holder) else ""
         lapsed = " (lapsed)" if record.lease_expires_at <= clock.now else ""
@@ -285,8 +297,8 @@ def table(records: Sequence[Record], clock: Clock) -> str:
     """One line per record under a heading."""
     rows: list[tuple[str, ...]] = [("KEY", "STATE", "TASK", "AGE", "ATTEMPTS", "HOLDER OR END", "MESSAGE")]
     for record in records:
-        age = duration(clock.now - record.claimed_at)
-        cells = (record.key[:KEY_SHOWN], record.state.value, record.task, age, str(record.attempts))
+        age = "" if is_newer(record) else duration(clock.now - record.claimed_at)
+        cells = (record.key[:KEY_SHOWN], _state(record), record.task, age, str(record.attempts))
         rows.append((*map(_clipped, cells), _standing(record, clock), _clipped(record.message_id)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -78,6 +78,7 @@ class Guard:
 
         The ``with`` statement does it. Call it again, as often as you like, in the ``finally`` behind that
         statement: a signal handler that raises (a soft limit) may have cut ``__exit__`` off before its first line.
+        Then a strike already under way may still come out of this call, as LeaseLost, but not later.
         """
         if self._target is not None:
             self._target.leave()
@@ -180,14 +181,18 @@ class _ThreadAim:
     def __init__(self, ident: int, *, wakeable: bool) -> None:
         self._ident = ident
         self._wakeable = wakeable
-        self._sent = threading.Event()
+        self._sent = False
+        # A bare lock to wait by: an exception that strikes inside threading.Event leaves that in disorder.
+        self._sending = threading.Lock()
+        self._sending.acquire()
 
     def strike(self) -> None:
         try:
             _throw_in(self._ident, LeaseLost)
             self.wake()
         finally:
-            self._sent.set()
+            self._sent = True
+            self._sending.release()
 
     def wake(self) -> None:
         if self._wakeable:
@@ -195,7 +200,8 @@ class _ThreadAim:
                 signal.pthread_kill(self._ident, signal.SIGURG)
 
     def settle(self) -> None:
-        self._sent.wait(_STRIKE_TIMEOUT)
+        if not self._sent:
+            self._sending.acquire(timeout=_STRIKE_TIMEOUT)
 
     def withdraw(self) -> None:
         self.settle()

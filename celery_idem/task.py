@@ -49,6 +49,7 @@ from celery_idem.errors import (
     ReplayImpossible,
     StoreError,
 )
+from celery_idem.interrupt import soft_limit_held
 from celery_idem.parking import Wait, confirmed_producer, publish_parked
 from celery_idem.signals import ATTRIBUTE
 
@@ -225,14 +226,16 @@ class _Delivery:
         self.task, self.runtime, self.request = task, runtime, request
         self.args, self.kwargs = args, kwargs
         self.observe = runtime.mode == "observe"
-        self.engine: Engine = runtime.engine_for(task)
-        self.policy = self.engine.policy
         self.continues = bool(request.callbacks or request.errbacks or request.chain or request.chord)
-        self.stamp = publish.stamp_of(task, self.policy, request, args, kwargs)
-        self.parked = publish.read_parked(request.headers or {})
         self.successor: Successor | None = None
-        self.open: Claim | None = None
         self.context: RunContext | None = None
+        self.operation: Operation | None = None
+
+    def _prepare(self) -> None:
+        self.engine: Engine = self.runtime.engine_for(self.task)
+        self.policy = self.engine.policy
+        self.stamp = publish.stamp_of(self.task, self.policy, self.request, self.args, self.kwargs)
+        self.parked = publish.read_parked(self.request.headers or {})
         self.operation = self._operation()
 
     def _operation(self) -> Operation:
@@ -244,26 +247,46 @@ class _Delivery:
         self.request.__dict__[ATTRIBUTE] = self
         while True:
             try:
-                result = self.engine.attempt(
-                    self.operation,
-                    self.body,
-                    ending=self.ending,
-                    verify=self._verify if self.policy.verify else None,
-                    value_unread=self._value_unread(),
-                    observe=self.observe,
-                    on_claimed=self._claimed,
-                )
+                if self.operation is None:
+                    with soft_limit_held():  # what parking needs is there before the limit can ask for it
+                        self._prepare()
+                result = self._attempt()
+                if result.status is Status.CONFLICT and result.decision is not None:
+                    self._stand_back(result.decision)
             except _Expired:
                 self.task.backend.mark_as_revoked(self.request.id, "expired", request=self.request)
                 raise Ignore(f"expired at {self.parked.expires}") from None
             except SoftTimeLimitExceeded:
+                if self.context is not None:  # the body ran
+                    raise
+                if self.operation is None:
+                    self._prepare()
                 self._park(Wait("soft_limit"))
             except StoreError as error:
-                self._outage(error)
+                with soft_limit_held(discard=True):
+                    self._outage(error)
             if result.status is not Status.LEASE_LOST:
                 return self._conclude(result)
             # Somebody else has the key: whatever this run made does not count. Deliver the message anew.
-            self.successor, self.operation = None, self._operation()
+            self.successor, self.operation = None, None
+
+    def _attempt(self) -> RunResult:
+        return self.engine.attempt(
+            self.claimed,
+            self.body,
+            ending=self.ending,
+            verify=self._verify if self.policy.verify else None,
+            value_unread=self._value_unread(),
+            observe=self.observe,
+            on_claimed=self._claimed,
+        )
+
+    @property
+    def claimed(self) -> Operation:
+        """The operation this delivery claims."""
+        if self.operation is None:
+            raise AssertionError("asked for before the delivery was prepared")
+        return self.operation
 
     # --- around the body -------------------------------------------------------------------------------------------
 
@@ -306,7 +329,7 @@ class _Delivery:
 
     def told(self) -> None:
         """Celery stored the result and published links, errbacks and chord part: end what is still open."""
-        claim, self.open = self.open, None
+        claim = self._still_open()
         if claim is None:
             return
         if claim.right:
@@ -316,13 +339,16 @@ class _Delivery:
 
     def over(self) -> None:
         """The tracer is through. What is still open was not told to anybody, so another copy must be able to."""
-        claim, self.open = self.open, None
+        claim = self._still_open()
         if claim is None:
             return
         if claim.right:
             self.engine.abandon(claim)
         else:
             self.engine.release(claim, Release.YIELDED)
+
+    def _still_open(self) -> Claim | None:
+        return None if self.operation is None else self.engine.heartbeat.held(self.operation.token)
 
     def _claimed(self) -> None:
         if self.parked.expires is not None:
@@ -347,13 +373,10 @@ class _Delivery:
     # --- what came of it ---------------------------------------------------------------------------------------------
 
     def _conclude(self, result: RunResult) -> Any:
-        self.open = result.claim
         if result.status is Status.REPLAYED:
             self._replay(result)
         elif result.status is Status.MISMATCH:
             raise self._mismatch()
-        elif result.status is Status.CONFLICT and result.decision is not None:
-            self._stand_back(result.decision)
         if result.error is not None:
             raise result.error
         return result.value
@@ -380,7 +403,7 @@ class _Delivery:
 
     def _stand_back(self, decision: Decision) -> NoReturn:
         """Another run holds the key, is due, is past this copy, or speaks a newer layout."""
-        operation, record, answer = self.operation, decision.record, decision.answer
+        operation, record, answer = self.claimed, decision.record, decision.answer
         if answer is Answer.OVER:
             self.engine.emit(EventName.OVER, operation)
             raise Ignore("a later attempt took over, or this one ended and everybody was told")
@@ -409,13 +432,13 @@ class _Delivery:
     def _mismatch(self) -> FingerprintMismatch:
         covered = "all arguments" if self.policy.fingerprint is None else ", ".join(self.policy.fingerprint)
         return FingerprintMismatch(
-            f"{self.task.name}: key {self.operation.key} was used before with other arguments (compared: {covered}): "
+            f"{self.task.name}: key {self.claimed.key} was used before with other arguments (compared: {covered}): "
             "use a new key for a new operation, or narrow Policy(fingerprint=[…])",
-            key=self.operation.key,
+            key=self.claimed.key,
         )
 
     def _outage(self, error: StoreError) -> NoReturn:
-        operation = self.operation
+        operation = self.claimed
         if self.request.is_eager:
             self.engine.emit(EventName.STORAGE_ERROR, operation, error=str(error))
             raise error
@@ -423,22 +446,23 @@ class _Delivery:
         self._park(Wait(cause, outage=True), error=str(error))
 
     def _park(self, wait: Wait, *, noting: bool = False, error: str | None = None) -> NoReturn:
-        operation, request, emit = self.operation, self.request, self.engine.emit
+        operation, request, emit = self.claimed, self.request, self.engine.emit
         delivery = operation.delivery
         if noting and wait.noted >= delivery.parked + 2:
             # The copy that replaced this one was itself delivered, so it is safe on the broker.
             emit(EventName.OVER, operation, cause="a later parked copy is on its way")
             raise Ignore("a later parked copy of this message is on its way")
-        try:
-            count, delay = publish_parked(self.task, request, self.stamp, wait)
-        except (Reject, ParkFailed) as failure:
-            emit(EventName.PARK_FAILED, operation, cause=wait.cause, error=str(failure))
-            raise
-        if noting:
+        with soft_limit_held(discard=True):
             try:
-                self.engine.store.note_parked(operation.key, delivery.message_id, delivery.generation, count)
-            except StoreError as unnoted:  # only the bound on copies depends on it
-                error = str(unnoted)
+                count, delay = publish_parked(self.task, request, self.stamp, wait)
+            except (Reject, ParkFailed) as failure:
+                emit(EventName.PARK_FAILED, operation, cause=wait.cause, error=str(failure))
+                raise
+            if noting:
+                try:
+                    self.engine.store.note_parked(operation.key, delivery.message_id, delivery.generation, count)
+                except StoreError as unnoted:  # only the bound on copies depends on it
+                    error = str(unnoted)
         emit(EventName.PARKED, operation, cause=wait.cause, count=count, delay=round(delay, 3), error=error)
         raise Ignore(f"parked for {delay:.1f} s: {wait.cause}")
 

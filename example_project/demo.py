@@ -190,8 +190,10 @@ def _worker(name: str, queue: str, log: Path) -> Process:
     argv = [sys.executable, "-m", "celery", "-A", "example_project.app", "worker", "-Q", queue, "-n", f"{name}@%h"]
     argv += ["--pool", "prefork", "--concurrency", "2", "--loglevel", "INFO"]
     argv += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+    # A killed worker leaves its temporary files, so they go where the demo cleans up.
+    env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(log.parent)}
     # When the demo is through with a worker it has nothing to lose, and a warm shutdown would take 6 s.
-    return Process(argv, log=log, env={"PYTHONPATH": str(ROOT)}, end=signal.SIGKILL)
+    return Process(argv, log=log, env=env, end=signal.SIGKILL)
 
 
 def _row(number: int, scenario: Scenario, without: Seen, within: Seen, *, kept: bool) -> list[Cell]:

@@ -10,22 +10,25 @@ from __future__ import annotations
 from os import environ
 from typing import Any
 
+from kombu.transport import TRANSPORT_ALIASES
+
 from example_project import folder
 
 DIR = folder()
 NAME = environ.get("SHOP_NAME", "shop")
 BARE_QUEUE = f"{NAME}-bare"
+TRANSPORT_ALIASES["filesystem"] = "example_project.files:Transport"
 
 
 def transport_options(broker: str) -> dict[str, Any]:
     """Keep this shop's messages apart from everybody else's on the same broker."""
     if broker.startswith("filesystem:"):
         messages, control, read = (DIR / name for name in ("messages", "control", "read"))
-        for folder in (messages, control, read):
-            folder.mkdir(exist_ok=True)
+        for place in (messages, control, read):
+            place.mkdir(exist_ok=True)
         # One folder for both directions: worker and publisher share it, and the queue is in the file's name.
-        folders = {"data_folder_in": messages, "data_folder_out": messages, "control_folder": control}
-        options = {name: str(folder) for name, folder in folders.items()}
+        places = {"data_folder_in": messages, "data_folder_out": messages, "control_folder": control}
+        options = {name: str(place) for name, place in places.items()}
         return {**options, "store_processed": True, "processed_folder": str(read), "polling_interval": 0.1}
     if broker.startswith(("redis:", "rediss:")):
         return {"global_keyprefix": f"{NAME}:"}

@@ -28,9 +28,10 @@ def take_payment(order_id: str, amount: int) -> Receipt:
 
 def find_charge(order_id: str, amount: int) -> Happened | NotHappened:  # noqa: ARG001  called like the task
     """Look whether an interrupted run charged: what it would have returned, or that running again is safe."""
-    for row in ledger.charges(order_id):
-        return Happened(Receipt(receipt=row.receipt, order_id=order_id, amount=row.amount))
-    return NotHappened()
+    charges = ledger.charges(order_id)
+    if not charges:
+        return NotHappened()
+    return Happened(Receipt(receipt=charges[0].receipt, order_id=order_id, amount=charges[0].amount))
 
 
 @app.task

@@ -65,6 +65,17 @@ def new_token() -> str:
     return secrets.token_hex(16)
 
 
+class _Attempt:
+    """How far one delivery has come, kept where an exception from outside cannot lose it."""
+
+    __slots__ = ("asked", "decision", "run")
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.decision: Decision | None = None
+        self.run: Run | None = None
+
+
 class Engine:
     """Runs bodies at most once per key against one store under one complete policy.
 
@@ -155,21 +166,26 @@ class Engine:
         cached = None if observe else self.cache.get(operation)
         if cached is not None:
             return self._replay(operation, Decision(Answer.COMPLETED, None, cached), local=True)
-        fail_closed = not observe and self.policy.storage_policy == "fail_closed"
+        attempt = _Attempt()
         try:
-            decision = self._claim(operation, patient=not observe, hold=self._store_timeout if fail_closed else 0.0)
-        except StoreUnavailable as error:
-            if fail_closed:
-                raise
-            self.emit(EventName.RAN_UNPROTECTED, operation, error=str(error))
-            return self._unprotected(operation, body)
-        claim = decision.claim
-        if claim is not None and not claim.right:
-            ending = ending or self._default_ending
-            run = Run(self, operation, claim, body, ending, value_unread=value_unread, observe=observe)
-            return run.start(decision, verify, on_claimed)
-        if observe:
-            return self._observed(operation, decision, body)
+            self._claim(operation, attempt, observe=observe)
+            decision = attempt.decision
+            if decision is None:
+                return self._unprotected(operation, body)
+            claim = decision.claim
+            if claim is not None and not claim.right:
+                ending = ending or self._default_ending
+                run = Run(self, operation, claim, body, ending, value_unread=value_unread, observe=observe)
+                attempt.run = run
+                return run.start(decision, verify, on_claimed)
+            return self._observed(operation, decision, body) if observe else self._answer(operation, decision)
+        except StoreError:
+            raise
+        except BaseException:
+            self._give_back_unstarted(operation, attempt)
+            raise
+
+    def _answer(self, operation: Operation, decision: Decision) -> RunResult:
         if decision.answer is Answer.COMPLETED:
             return self._replay(operation, decision)
         if decision.answer is Answer.MISMATCH:
@@ -213,38 +229,49 @@ class Engine:
 
     # --- claim and wait --------------------------------------------------------------------------------------------
 
-    def _claim(self, operation: Operation, *, patient: bool, hold: float) -> Decision:
-        """Ask until the answer is not HELD, at most ``wait_timeout`` seconds; past a dead holder at once."""
-        give_up = time.monotonic() + (self.policy.wait_timeout if patient else 0.0)
+    def _claim(self, operation: Operation, attempt: _Attempt, *, observe: bool) -> None:
+        """Ask until the answer is not HELD, at most ``wait_timeout`` seconds; past a dead holder at once.
+
+        No decision is left where the store is down and the policy says to run all the same.
+        """
+        fail_closed = not observe and self.policy.storage_policy == "fail_closed"
+        hold = self._store_timeout if fail_closed else 0.0
+        give_up = time.monotonic() + (0.0 if observe else self.policy.wait_timeout)
         polls, waited, dead_fence = iter(POLLS), False, None
         while True:
-            decision = self._ask(operation, dead_fence, hold)
-            held_by = decision.held_by
+            try:
+                self._ask(operation, attempt, dead_fence, hold)
+            except StoreUnavailable as error:
+                if fail_closed:
+                    raise
+                self.emit(EventName.RAN_UNPROTECTED, operation, error=str(error))
+                attempt.decision = None
+                return
+            held_by = None if attempt.decision is None else attempt.decision.held_by
             if held_by is None:
-                return decision
+                return
             fence, held_for, _ = held_by
             if self._dead_check and dead_fence != fence and holder.provably_dead(held_for):
                 dead_fence = fence
                 continue
             left = give_up - time.monotonic()
             if left <= 0:
-                return decision
+                return
             if not waited:
                 self.emit(EventName.IN_FLIGHT_WAIT, operation, fence=fence, held_by=held_for)
                 waited = True
             time.sleep(min(next(polls, POLLS[-1]), left))
 
-    def _ask(self, operation: Operation, dead_fence: int | None, hold: float) -> Decision:
+    def _ask(self, operation: Operation, attempt: _Attempt, dead_fence: int | None, hold: float) -> None:
         """One claim. A soft time limit waits for the answer, so that no claim is left behind unseen."""
-        decision: Decision | None = None
-        lease, ttl = self.policy.lease, self.policy.ttl
-        claim = self.store.claim
+        lease, ttl, claim = self.policy.lease, self.policy.ttl, self.store.claim
+        attempt.asked = True
         try:
             with soft_limit_held():
-                decision = self._patiently(
-                    lambda: claim(operation, lease=lease, ttl=ttl, dead_fence=dead_fence),
-                    hold,
+                attempt.decision = self._patiently(
+                    lambda: claim(operation, lease=lease, ttl=ttl, dead_fence=dead_fence), hold
                 )
+                attempt.asked = False
         except RecordCorrupt as error:
             self.emit(EventName.CORRUPT_RECORD, operation, error=str(error))
             raise
@@ -252,24 +279,20 @@ class Engine:
             if error.may_have_landed:  # else this process would hold what it does not know of
                 self.heartbeat.release_later(self._unseen(operation), Release.YIELDED)
             raise
-        except BaseException:
-            self._give_back_unstarted(operation, decision)
-            raise
-        return decision
 
     def _unseen(self, operation: Operation) -> Claim:
         """Stands for a claim whose answer never came: the token alone is enough to give it back."""
         return Claim(operation, 0, Answer.ACQUIRED, 1, self.policy.lease, self.policy.ttl)
 
-    def _give_back_unstarted(self, operation: Operation, decision: Decision | None) -> None:
+    def _give_back_unstarted(self, operation: Operation, attempt: _Attempt) -> None:
         """Stopped from outside between asking and running: nothing happened, so nothing may stay held."""
-        if decision is None:
-            claim = self._unseen(operation)
-        elif decision.claim is not None and not decision.claim.right:
-            claim = decision.claim
-        else:
+        if attempt.run is not None and attempt.run.began:
             return
-        self.release(claim, Release.YIELDED)
+        decision = attempt.decision
+        if attempt.asked:
+            self.release(self._unseen(operation), Release.YIELDED)
+        elif decision is not None and decision.claim is not None and not decision.claim.right:
+            self.release(decision.claim, Release.YIELDED)
 
     def _patiently(self, call: Callable[[], Any], seconds: float) -> Any:
         """Call until the store answers, at most that long; holding the slot meanwhile is the back-pressure."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from celery_idem.core.events import Emitter, EventName
 from celery_idem.core.records import Claim, Release, Renewal, Successor
 from celery_idem.errors import StoreError
+from celery_idem.interrupt import soft_limit_held
 from celery_idem.stores.base import Store
 
 logger = logging.getLogger("celery_idem")
@@ -59,7 +60,10 @@ class Heartbeat:
         self._pid = os.getpid()
         self._leases: dict[str, _Lease] = {}
         self._leftovers: list[_Leftover] = []
-        self._changed = threading.Condition()
+        # Bodies' threads take the mutex itself: it is C all through, so a signal's exception cannot leave it taken, as
+        # it could inside the condition's own __exit__.
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
         self._thread: threading.Thread | None = None
         self._wakes_at = float("inf")
         self._stopping = False
@@ -70,7 +74,7 @@ class Heartbeat:
         if self._pid != os.getpid():
             self._reset()
         lease = _Lease(claim, on_lost, time.monotonic() + claim.lease / 3)
-        with self._changed:
+        with self._mutex:
             self._leases[claim.token] = lease
             self._wake_by(lease.due)
 
@@ -79,24 +83,30 @@ class Heartbeat:
         if self._pid != os.getpid():
             self._reset()
         now = time.monotonic()
-        with self._changed:
+        with self._mutex:
             self._leases.pop(claim.token, None)
             self._leftovers.append(_Leftover(claim, reason, successor, now + claim.lease))
             self._wake_by(now + RETRY_AFTER)
 
     def _wake_by(self, moment: float) -> None:
         if self._thread is None:
-            self._stopping = False
-            self._thread = threading.Thread(target=self._run, name="celery_idem heartbeat", daemon=True)
-            self._thread.start()
+            with soft_limit_held():  # a thread that is known must also run
+                self._stopping = False
+                self._thread = threading.Thread(target=self._run, name="celery_idem heartbeat", daemon=True)
+                self._thread.start()
         elif moment < self._wakes_at:
             self._changed.notify()
 
     def discard(self, claim: Claim) -> None:
         """Stop renewing; the lease lapses unless it is ended."""
         if self._pid == os.getpid():
-            with self._changed:
+            with self._mutex:
                 self._leases.pop(claim.token, None)
+
+    def held(self, token: str) -> Claim | None:
+        """The claim or right this process keeps alive under the token, if any."""
+        lease = self._leases.get(token) if self._pid == os.getpid() else None
+        return None if lease is None else lease.claim
 
     def __len__(self) -> int:
         return len(self._leases) if self._pid == os.getpid() else 0
@@ -106,11 +116,11 @@ class Heartbeat:
         thread = self._thread
         if thread is None or self._pid != os.getpid():
             return
-        with self._changed:
+        with self._mutex:
             self._stopping = True
             self._changed.notify()
         thread.join()
-        with self._changed:
+        with self._mutex:
             self._thread = None
 
     def _run(self) -> None:

@@ -80,6 +80,7 @@ class Run:
         self.value_unread, self.observe = value_unread, observe
         self.guard = Guard()
         self.lost = False
+        self.began = False
         self.context = RunContext(
             operation.key,
             fence=claim.fence,
@@ -118,8 +119,10 @@ class Run:
         except BaseException as error:
             if self.lost and isinstance(error, LeaseLost):
                 return RunResult(Status.LEASE_LOST, decision=decision)
-            # Stopped outside the body: by a soft limit, or by a callback.
-            engine.release(claim, Release.INTERRUPTED if claim.unknown else Release.YIELDED)
+            if self.began:  # struck between the body and its ending: the effect may be there
+                result = self._end(self.ending(None, error), None, error)
+                kept = result.claim is not None
+                return result
             raise
         finally:
             if not kept:
@@ -140,9 +143,10 @@ class Run:
         value, error = None, None
         try:
             with self.guard:
+                self.began = True
                 value, error = call(self.body, self.context)
-        except LeaseLost as lost:
-            error = lost
+        except BaseException as struck:  # LeaseLost, or a soft limit or exit between the body and here
+            error = struck
         with soft_limit_held(discard=True):
             if self.lost and not self.observe and (error is None or isinstance(error, (LeaseLost, Exception))):
                 return RunResult(Status.LEASE_LOST, decision=self.decision)
@@ -176,8 +180,10 @@ class Run:
         ended = engine.complete(self.claim, Outcome(kind, encoded), patient=not self.observe)
         if ended is Ended.LOST and not self.observe:
             return RunResult(Status.LEASE_LOST, decision=self.decision)
-        open_right = self.claim if ended is Ended.COMPLETED and self.operation.delivery.continues else None
-        right = None if open_right is None else replace(open_right, right=True)
+        right = None
+        if ended is Ended.COMPLETED and self.operation.delivery.continues:
+            right = replace(self.claim, right=True)
+            engine.heartbeat.add(right, lambda: None)
         return RunResult(status, value, self.decision, right, error)
 
     # --- an earlier run whose outcome nobody knows -------------------------------------------------------------------

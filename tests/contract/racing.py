@@ -1,7 +1,7 @@
 """Callers that start at the same instant, as threads of this process and of other processes.
 
-Other processes are fresh interpreters, started once per run, that take jobs over a pipe; a job names its start on the
-monotonic clock, which all processes of a machine share.
+Other processes share nothing with this one, are started once per run and take jobs over a pipe; a job names its start
+on the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from celery_idem.core.records import Answer, Decision, Ended, Kind, Operation, Outcome
+from celery_idem.core.records import Answer, Claim, Decision, Ended, Kind, Operation, Outcome
 from celery_idem.stores.base import Store, open_store
+from tests.support.clock import ManualClock
 from tests.support.processes import wait_until
 
 PROCESSES, THREADS = 5, 10
@@ -48,41 +49,53 @@ class Job:
     calls: Sequence[Call]
     start: float
 
+    @property
+    def place(self) -> tuple[str, bool]:
+        """What one open store can serve: the URL, and whether it goes by its own clock."""
+        return self.url, self.now is None
+
 
 def start_together(store: Store, verb: Verb, calls: Sequence[Call], start: float) -> list[Any]:
     """Run every call on a thread of its own and return the answers in order; what raised is a ``Raised``."""
 
     def one(call: Call) -> Any:
-        while time.monotonic() < start:
-            time.sleep(0)
+        time.sleep(max(0.0, start - time.monotonic()))
         try:
             return verb(store, *call)
         except BaseException:
             return Raised(traceback.format_exc())
 
+    if not calls:
+        return []
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(one, calls, timeout=PATIENCE))
 
 
 def work(jobs: Connection) -> None:
-    """Take jobs until the other end closes."""
+    """Take jobs until the other end closes; the store stays open while its URL stays the same."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    place, store, clock = None, None, ManualClock()
     with contextlib.suppress(EOFError):
         while True:
             job: Job = jobs.recv()
-            options: dict[str, Any] = {} if job.now is None else {"clock": lambda now=job.now: now}
-            store = open_store(job.url, **options)
-            try:
-                jobs.send(start_together(store, job.verb, job.calls, job.start))
-            finally:
-                store.close()
+            if job.now is not None:
+                clock.set(job.now)
+            if store is None or place != job.place:
+                if store is not None:
+                    store.close()
+                options: dict[str, Any] = {} if job.now is None else {"clock": clock}
+                place, store = job.place, open_store(job.url, **options)
+            jobs.send(start_together(store, job.verb, job.calls, job.start))
+    if store is not None:
+        store.close()
 
 
 class Racers:
     """The other processes of a run."""
 
     def __init__(self, count: int = PROCESSES) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # forked from one that imported it all and did no more
+        context.set_forkserver_preload([__name__, "celery_idem.stores.sql.store", "celery_idem.stores.redis.store"])
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(count):
@@ -141,6 +154,18 @@ def claim_and_finish(store: Store, operation: Operation, outcome: Outcome) -> tu
     assert found is not None
     assert found.record is not None
     return False, found.record.outcome
+
+
+def renew_or_claim(store: Store, verb: str, argument: Any) -> Any:
+    """Renew these claims, or claim with this operation."""
+    return store.renew(argument) if verb == "renew" else claim_once(store, argument)
+
+
+def complete_or_steal(store: Store, claim: Claim, thief: Operation | None) -> Any:
+    """Complete the claim, or believe its holder dead."""
+    if thief is None:
+        return store.complete(claim, Outcome(Kind.RESULT))
+    return claim_once(store, thief, claim.fence)
 
 
 def run_verb(store: Store, name: str, *args: Any) -> Any:

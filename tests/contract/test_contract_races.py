@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from celery_idem.core.records import Answer, Claim, Decision, Ended, Release, Renewal, State
+from celery_idem.core.records import Answer, Decision, Ended, Release, Renewal, State
 from celery_idem.stores.base import Store
 from tests.contract.backends import Backend
 from tests.contract.racing import (
@@ -18,7 +18,9 @@ from tests.contract.racing import (
     Verb,
     claim_and_finish,
     claim_once,
+    complete_or_steal,
     fork_in_use,
+    renew_or_claim,
     run_verb,
     threads_of,
 )
@@ -157,12 +159,6 @@ def test_race_between_renewing_and_reclaiming_a_lapsed_lease(race: Race, store: 
             assert store.renew([claim]) == {claim.token: Renewal.RENEWED}
 
 
-def renew_or_claim(store: Store, verb: str, argument: Any) -> Any:
-    if verb == "renew":
-        return store.renew(argument)
-    return claim_once(store, argument)
-
-
 @pytest.mark.guarantee("race")
 def test_race_between_completing_and_a_false_death(race: Race, store: Store) -> None:
     claims = [take(store, op(f"k{n}")) for n in range(ROUNDS)]
@@ -179,12 +175,6 @@ def test_race_between_completing_and_a_false_death(race: Race, store: Store) -> 
         else:
             assert decision.answer is Answer.RECLAIMED
             assert (record.state, record.token) == (State.CLAIMED, decision.claim.token)
-
-
-def complete_or_steal(store: Store, claim: Claim, thief: Any) -> Any:
-    if thief is None:
-        return store.complete(claim, result())
-    return claim_once(store, thief, claim.fence)
 
 
 @pytest.mark.guarantee("race")
@@ -208,15 +198,11 @@ def test_race_of_notes_loses_none(race: Race, store: Store) -> None:
 
 
 @pytest.mark.guarantee("S7")
-def test_s7_works_in_a_child_forked_while_the_parent_is_using_it(backend: Backend) -> None:
-    """The fork happens in a process of its own, so that no other test's threads are in it."""
-    pool = Racers(1)
+def test_s7_works_in_a_child_forked_while_the_parent_is_using_it(backend: Backend, racers: Racers) -> None:
+    """The fork happens in another process, so that no other test's threads are in it."""
     forks = 4
-    try:
-        operations = [op(f"fork {n}") for n in range(forks * 2)]
-        (said,) = pool.run(backend.url, fork_in_use, [(operations, forks)])
-    finally:
-        pool.close()
+    operations = [op(f"fork {n}") for n in range(forks * 2)]
+    (said,) = racers.run(backend.url, fork_in_use, [(operations, forks)])
     assert isinstance(said, dict), said
     assert said == {"child": ["ACQUIRED COMPLETED COMPLETED"] * forks, "parent": said["parent"], "busy": []}
     assert said["parent"] == ["ACQUIRED COMPLETED COMPLETED"] * forks

@@ -305,7 +305,7 @@ def test_s5_a_live_claim_never_expires(store: Store, clock: ManualClock) -> None
 @pytest.mark.guarantee("S5")
 def test_s5_a_live_claim_never_expires_by_the_stores_own_clock(real_store: Store) -> None:
     claim = take(real_store, lease=SHORT * 2, ttl=SHORT / 3)
-    end = time.monotonic() + SHORT * 5
+    end = time.monotonic() + SHORT * 3
 
     def long_enough() -> bool:
         assert real_store.renew([claim]) == {claim.token: Renewal.RENEWED}
@@ -314,7 +314,7 @@ def test_s5_a_live_claim_never_expires_by_the_stores_own_clock(real_store: Store
         assert (record.token, record.fence) == (claim.token, claim.fence)
         return time.monotonic() > end
 
-    wait_until(long_enough, 20, "five leases went by", interval=SHORT / 4)
+    wait_until(long_enough, 20, "its expiry would have come", interval=SHORT / 4)
     wait_until(lambda: real_store.get(claim.key) is None, 10, "an abandoned record expires")
 
 

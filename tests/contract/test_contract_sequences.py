@@ -16,7 +16,7 @@ from tests.contract.backends import STORES
 from tests.support.clock import ManualClock
 from tests.support.operations import fingerprint, key_for, result, token_for
 
-SEQUENCES, STEPS = 100, 14  # of each group
+SEQUENCES, STEPS = 100, 10  # of each group
 GROUPS = {"sqlite": range(3), "redis": range(3), "psycopg2": range(2), "psycopg3": range(2, 3)}
 KEYS = ("left", "right")
 MESSAGES = ("M", "N", "weird m:1 \"ü'")

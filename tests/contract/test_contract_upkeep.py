@@ -13,7 +13,7 @@ from tests.contract.backends import PostgresBackend, SQLBackend, on
 from tests.contract.shorthand import answer, complete, take
 from tests.support.operations import op, result
 
-BACKLOG = 200_000
+BACKLOG = 100_000
 BATCH = 2_000
 LIMIT = 10.0  # seconds for the whole backlog
 

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import sqlalchemy
 
 from celery_idem.core.codec import Encoded
 from celery_idem.core.records import (
@@ -21,7 +22,9 @@ from celery_idem.core.records import (
     State,
     Successor,
 )
+from celery_idem.errors import ConfigurationError
 from celery_idem.stores.base import Store
+from tests.contract.backends import Backend, on
 from tests.contract.shorthand import LEASE, TTL, answer, complete, stored, take
 from tests.support.clock import ManualClock
 from tests.support.operations import fingerprint, key_for, op, result
@@ -133,6 +136,56 @@ def test_complete_of_a_record_that_vanished_is_remembered(store: Store, clock: M
     record = stored(store)
     assert (record.fence, record.token, record.outcome) == (claim.fence, claim.token, result())
     assert record.note("M").over == 0
+
+
+@pytest.mark.guarantee("complete")
+@on("sqlite", "psycopg2", "psycopg3")
+@pytest.mark.parametrize("commit", [True, False], ids=["commit", "rollback"])
+def test_complete_joins_the_callers_transaction(backend: Backend, store: Store, commit: bool) -> None:
+    """Effect and completion are one commit: the sentence "exactly once" rests on this."""
+    claim = take(store)
+    engine = sqlalchemy.create_engine(backend.url)
+    try:
+        with engine.connect() as connection:
+            connection.execute(sqlalchemy.text("CREATE TABLE IF NOT EXISTS effect (done text)"))
+            connection.commit()
+            connection.execute(sqlalchemy.text("INSERT INTO effect VALUES (:key)"), {"key": claim.key})
+            assert store.complete(claim, result(), connection=connection) is Ended.COMPLETED
+            assert answer(store, op(message="N")) is Answer.HELD
+            connection.commit() if commit else connection.rollback()
+        with engine.connect() as connection:
+            effects = sqlalchemy.text("SELECT count(*) FROM effect WHERE done = :key")
+            assert connection.execute(effects, {"key": claim.key}).scalar_one() == int(commit)
+        assert answer(store, op(message="N")) is (Answer.COMPLETED if commit else Answer.HELD)
+        assert store.complete(claim, result()) is Ended.COMPLETED
+    finally:
+        with engine.begin() as connection:
+            connection.execute(sqlalchemy.text("DROP TABLE IF EXISTS effect"))
+        engine.dispose()
+
+
+@pytest.mark.guarantee("complete")
+@on("sqlite", "psycopg2", "psycopg3")
+def test_complete_in_a_transaction_is_lost_to_a_newer_token(backend: Backend, store: Store, clock: ManualClock) -> None:
+    claim = take(store)
+    clock.advance(LEASE)
+    take(store, op(message="N"))
+    engine = sqlalchemy.create_engine(backend.url)
+    try:
+        with engine.begin() as connection:
+            assert store.complete(claim, result(), connection=connection) is Ended.LOST
+    finally:
+        engine.dispose()
+    assert stored(store).message_id == "N"
+
+
+@pytest.mark.guarantee("complete")
+@on("memory", "redis")
+def test_complete_refuses_a_connection_it_cannot_join(store: Store) -> None:
+    claim = take(store)
+    with pytest.raises(ConfigurationError, match="SQL"):
+        store.complete(claim, result(), connection=object())
+    assert stored(store).state is State.CLAIMED
 
 
 # -- release -----------------------------------------------------------------------------------------------------------

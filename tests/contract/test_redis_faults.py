@@ -144,7 +144,7 @@ def test_a_connection_the_server_closed_costs_one_repeat(redis_url: str, opened:
 def lose_one_reply(store: RedisStore) -> None:
     """Let the next answer arrive and break the connection instead of handing it on."""
     pool = store.wire._pool()  # type: ignore[attr-defined]
-    connection = pool.get_connection()
+    connection = pool.get_connection(*store.wire._asked_for)  # type: ignore[attr-defined]
     real = connection.read_response
 
     def lose(*args: Any, **named: Any) -> Any:
@@ -184,11 +184,16 @@ def test_a_lost_reply_is_asked_for_once_more(redis_url: str, opened: Opener) -> 
 
 def test_a_refusal_after_a_lost_reply_proves_nothing(private_redis: RedisServer, opened: Opener) -> None:
     store = opened(private_redis.url)
+    store.complete(take(store, "warm"), result())
     claim = take(store)
     with redis.Redis.from_url(private_redis.url) as client:
         client.config_set("maxmemory", "1")
         lose_one_reply(store)
         refused(lambda: store.complete(claim, result()), landed=True)
+        client.script_flush()
+        lose_one_reply(store)
+        refused(lambda: store.complete(claim, result()), landed=True)
+        refused(lambda: store.complete(claim, result()), landed=False)
         client.config_set("maxmemory", "0")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +143,8 @@ def test_sqlite_agrees_with_memory(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.fixture(params=["psycopg2", "psycopg"])
-def driver_url(request: pytest.FixtureRequest, postgres_url: str) -> Iterator[str]:
-    yield postgres_url.replace("+psycopg2", f"+{request.param}")
+def driver_url(request: pytest.FixtureRequest, postgres_url: str) -> str:
+    return postgres_url.replace("+psycopg2", f"+{request.param}")
 
 
 @pytest.mark.postgres

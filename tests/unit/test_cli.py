@@ -607,7 +607,9 @@ def test_forget_leaves_a_newer_releases_record_alone(shell: Shell) -> None:
     shell.complete()
     shell.store._records["a" * 64] = replace(shell.store._records["a" * 64], record_version=2)
     assert "newer release" in shell("forget", "a" * 64, "--yes", exit_code=1).stderr
-    assert "2, of a newer release" in shell("show", "a" * 64).stdout
+    assert "NEWER: only the release that wrote it" in shell("show", "a" * 64).stdout
+    assert "NEWER" in shell("list").stdout
+    assert shell.json("show", "a" * 64)["record"]["record_version"] == 2
 
 
 def test_forget_says_that_a_local_cache_remembers(make_shell: Any) -> None:

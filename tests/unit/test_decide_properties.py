@@ -213,7 +213,7 @@ STEPS = (
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(st.data())
 def test_no_history_breaks_a_rule(data: st.DataObject) -> None:
     world = World()

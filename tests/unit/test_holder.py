@@ -18,9 +18,7 @@ from celery_idem.core.holder import Holder
 
 ROOT = Path(__file__).parents[2]
 
-SAY_AND_WAIT = (
-    "import sys; from celery_idem.core import holder; print(holder.current(), flush=True); sys.stdin.read()"
-)
+SAY_AND_WAIT = "import sys; from celery_idem.core import holder; print(holder.current(), flush=True); sys.stdin.read()"
 
 
 def until(condition: Callable[[], object], *, within: float = 10.0) -> None:
@@ -88,6 +86,12 @@ class TestIdentity:
         holder._Own.forget()  # what the fork hook does
         assert holder._Own.pid == 0
         assert holder.current() == str(holder._read_own(os.getpid()))
+
+    def test_a_fork_that_python_did_not_make_is_noticed_by_its_pid(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pid = os.getpid()
+        holder.current()
+        monkeypatch.setattr(holder.os, "getpid", lambda: pid + 1)
+        assert f" pid={pid + 1} " in holder.current()
 
     def test_a_host_name_cannot_break_the_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(holder.socket, "gethostname", lambda: "we b=1\n" + "ü" * 300)
@@ -187,6 +191,12 @@ class TestDead:
         assert found is not None
         assert not holder.provably_dead(holder.current())
         assert holder.provably_dead(altered(holder.current(), start=str(int(found.start) - 1)))
+
+    def test_this_process_is_not_even_where_its_start_time_has_changed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Restored from a checkpoint, a process goes on with the identity it once read."""
+        before = altered(holder.current(), start="1")
+        monkeypatch.setattr(holder._Own, "text", before)
+        assert not holder.provably_dead(before)
 
     @pytest.mark.parametrize(
         "elsewhere",

@@ -3,6 +3,8 @@
 Set ``INTERRUPT_RACES`` to race longer.
 """
 
+# ruff: noqa: PT012  the blocks are the bodies under test
+
 from __future__ import annotations
 
 import gc
@@ -17,7 +19,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -107,19 +109,23 @@ def striker() -> Iterator[tuple[Callable[[Guard], None], Callable[[], bool]]]:
 
 @contextmanager
 def struck_after(seconds: float, guard: Guard) -> Iterator[list[float]]:
-    """Interrupt the guard from another thread after a while; the list gets the moment it was done."""
+    """Interrupt the guard from another thread, so long after its body began; the list gets the moment it was done."""
     done: list[float] = []
 
     def strike() -> None:
+        deadline = time.monotonic() + DEADLINE
+        while guard._target is None and time.monotonic() < deadline:
+            time.sleep(0.001)  # the body has not begun
+        time.sleep(seconds)
         done.append(time.monotonic())
         assert guard.interrupt()
 
-    timer = threading.Timer(seconds, strike)
-    timer.start()
+    thread = threading.Thread(target=strike, daemon=True)
+    thread.start()
     try:
         yield done
     finally:
-        timer.join(DEADLINE)
+        thread.join(DEADLINE)
 
 
 # -- the contract, raced -----------------------------------------------------------------------------------------------
@@ -224,10 +230,8 @@ def test_race_with_a_body_that_swallows_everything(where: Callable[[Callable[[],
                 try:
                     with Guard() as guard:
                         strike(guard)
-                        try:
+                        with suppress(BaseException):
                             pace.body()
-                        except BaseException:
-                            pass
                 except LeaseLost:
                     came_out = True
                 assert came_out is answer()
@@ -300,13 +304,25 @@ def test_race_with_a_soft_limit() -> None:
     armed = False
 
     def limit(_signum: int, _frame: object) -> None:
+        nonlocal armed
         if armed:
+            armed = False
             raise SoftLimit
 
     def shoot() -> None:
         while not stop.is_set():
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.0001)
+
+    def one_round(guard: Guard) -> None:
+        nonlocal armed
+        try:
+            armed = True
+            with guard:
+                spin(rng.randrange(200))
+            armed = False
+        finally:
+            guard.close()
 
     signal.signal(signal.SIGUSR1, limit)
     stop = threading.Event()
@@ -319,16 +335,16 @@ def test_race_with_a_soft_limit() -> None:
             for _ in range(RACES):
                 guard = Guard()
                 strike(guard)
+                outcome = "ended"
                 try:
-                    armed = True
-                    with guard:
-                        spin(rng.randrange(200))
-                    armed = False
-                    outcome = "ended"
-                except (LeaseLost, SoftLimit) as error:
-                    armed = False
-                    outcome = type(error).__name__
-                guard.close()
+                    try:
+                        one_round(guard)
+                    except (LeaseLost, SoftLimit) as error:
+                        outcome = type(error).__name__
+                except SoftLimit:
+                    outcome = "SoftLimit"
+                armed = False
+                guard.close()  # a soft limit may have cut off the other one as well
                 told = answer()
                 spin(20)
                 assert not (told and outcome == "ended")
@@ -430,9 +446,15 @@ def test_asyncio_in_the_body_is_stopped_too() -> None:
     import asyncio
 
     guard = Guard()
-    with struck_after(0.2, guard) as struck, pytest.raises(LeaseLost), guard:
-        asyncio.run(asyncio.sleep(DEADLINE))
-    assert time.monotonic() - struck[0] < AT_ONCE
+
+    async def body() -> None:
+        threading.Timer(0.05, guard.interrupt).start()
+        await asyncio.sleep(DEADLINE)
+
+    begun = time.monotonic()
+    with pytest.raises(LeaseLost), guard:
+        asyncio.run(body())
+    assert time.monotonic() - begun < DEADLINE / 2
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -510,9 +532,7 @@ def test_an_exception_that_has_not_struck_is_withdrawn(
 
 
 @pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_what_ends_more_than_the_body_goes_first(
-    ending: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_more_than_the_body_goes_first(ending: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupt, "_throw_in", lambda *_: None)
     with pytest.raises(ending), Guard() as guard:
         assert guard.interrupt()
@@ -591,10 +611,8 @@ def test_a_guard_after_a_struck_one_is_not_nested_in_it(where: Callable[[Callabl
 def test_a_body_that_swallowed_its_loss_can_still_run_others() -> None:
     outer = Guard()
     with pytest.raises(LeaseLost), outer:
-        try:
+        with suppress(LeaseLost):
             outer.interrupt()
-        except LeaseLost:
-            pass
         inner = Guard()
         with pytest.raises(LeaseLost), inner:
             inner.interrupt()
@@ -704,7 +722,7 @@ class TestHeld:
         passed = False
         with pytest.raises(SoftLimit), soft_limit_held() as held:
             fire()
-            time.sleep(0.05)
+            spin(100)
             passed = True
         assert passed
         assert held.fired
@@ -786,9 +804,7 @@ class TestHeld:
             time.sleep(DEADLINE)
         assert signal.getsignal(signal.SIGUSR1) is raise_soft_limit
 
-    def test_another_handler_that_raises_on_the_way_out_changes_nothing(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_another_handler_that_raises_on_the_way_out_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real, calls = signal.signal, []
 
         def cut_off_once(number: int, handler: Any) -> Any:
@@ -896,3 +912,52 @@ if importlib.util.find_spec("gevent"):
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert done.stdout.startswith("ok"), done.stdout + done.stderr
+
+
+# -- the pool's own child ----------------------------------------------------------------------------------------------
+
+
+def guarded_sleep(first: str) -> tuple[str, int]:
+    """Runs in the pool's child: what came out of a guarded sleep, and in which process."""
+    from billiard.exceptions import SoftTimeLimitExceeded
+
+    guard = Guard()
+    threading.Timer(0.1, guard.interrupt if first == "LeaseLost" else fire).start()
+    try:
+        with guard:
+            time.sleep(DEADLINE)
+    except (LeaseLost, SoftTimeLimitExceeded) as error:
+        return type(error).__name__, os.getpid()
+    return "ended", os.getpid()
+
+
+def held_sleep(discard: bool) -> tuple[str, int]:
+    """Runs in the pool's child: a soft limit that fires while a completion is stored, beside a second thread."""
+    from billiard.exceptions import SoftTimeLimitExceeded
+
+    stored = False
+    threading.Timer(0.1, fire).start()
+    try:
+        with soft_limit_held(discard=discard) as held:
+            deadline = time.monotonic() + DEADLINE
+            while not held.fired and time.monotonic() < deadline:
+                time.sleep(0.01)
+            stored = True
+    except SoftTimeLimitExceeded:
+        return f"raised, stored={stored}", os.getpid()
+    return f"passed, fired={held.fired}", os.getpid()
+
+
+def test_in_a_child_of_the_real_pool() -> None:
+    """With the handler that the pool itself installed, and the signal sent to the process, as the pool sends it."""
+    expected = ["LeaseLost", "SoftTimeLimitExceeded"] * 2
+    pool = pytest.importorskip("billiard.pool").Pool(processes=1)
+    try:
+        results = [pool.apply_async(guarded_sleep, (first,)).get(timeout=DEADLINE) for first in expected]
+        held = [pool.apply_async(held_sleep, (discard,)).get(timeout=DEADLINE) for discard in (True, False)]
+    finally:
+        pool.terminate()
+        pool.join()
+    assert [outcome for outcome, _ in results] == expected
+    assert [outcome for outcome, _ in held] == ["passed, fired=True", "raised, stored=True"]
+    assert len({pid for _, pid in results + held}) == 1

@@ -40,9 +40,11 @@ def check_store(wire: Wire, prefix: str) -> list[str]:
         return found + _persists(settings["appendonly"], settings.get("save"))
     if info.get("aof_enabled") == "1":
         return found
-    unseen = "persists its data" if info.get("maxmemory_policy") else "evicts records or persists its data"
-    warning = f"CONFIG is not allowed here, so it could not be checked whether redis {unseen}: see that "
-    return [*found, warning + "maxmemory-policy is noeviction and appendonly is yes"]
+    known = "maxmemory_policy" in info
+    unseen = "persists its data" if known else "evicts records or persists its data"
+    wanted = "appendonly is yes" if known else "maxmemory-policy is noeviction and appendonly is yes"
+    warning = f"CONFIG is not allowed here, so it could not be checked whether redis {unseen}: see that {wanted}"
+    return [*found, warning]
 
 
 def shares_memory(wire: Wire, broker_url: str) -> str | None:

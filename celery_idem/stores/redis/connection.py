@@ -200,8 +200,9 @@ def _port_of(scheme: str) -> int:
 
 def _secured(scheme: str, settings: Settings, query: Mapping[str, str], parts: SplitResult) -> None:
     if scheme not in ("redis", "rediss", "sentinel"):
+        # The scheme itself is not shown: without "://" it is the whole URL.
         raise ConfigurationError(
-            f"idempotency_store: redis does not speak {scheme!r}; use redis, rediss, redis+socket or sentinel"
+            "idempotency_store: the redis URL must begin with redis://, rediss://, redis+socket:// or sentinel://"
         )
     if scheme == "rediss":
         settings["connection_class"] = redis.SSLConnection

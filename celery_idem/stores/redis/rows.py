@@ -33,7 +33,7 @@ FIELDS = (
 NOTE = b"m:"
 """What the field of a message's note begins with."""
 
-_INTEGER = re.compile(rb"-?[0-9]+")
+_INTEGER = re.compile(rb"(?=.{1,17}\Z)-?[0-9]+")
 _NUMBER = re.compile(rb"[0-9.eE+-]+")
 _FLAGS = {b"0": False, b"1": True}
 
@@ -114,7 +114,7 @@ def note_of(message_id: str, text: bytes) -> Note:
             settled=_boolean(data.get("settled", False)),
             at=_real(data["at"]),
         )
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise Unreadable(f"m:{message_id}") from error
 
 

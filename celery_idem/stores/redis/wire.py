@@ -91,27 +91,30 @@ class PooledWire:
     def run(self, script: Script, key: str, args: Sequence[Any]) -> Any:
         """See ``Wire.run``."""
         deadline = time.monotonic() + self._timeout
-        (reply,) = self._exchange([("EVALSHA", script.sha, 1, key, *args)], deadline)
+        (reply,), before = self._exchange([("EVALSHA", script.sha, 1, key, *args)], deadline)
         if isinstance(reply, exceptions.NoScriptError):
-            (reply,) = self._exchange([("EVAL", script.text, 1, key, *args)], deadline)
+            (reply,), before = self._exchange([("EVAL", script.text, 1, key, *args)], deadline, before)
         if isinstance(reply, exceptions.ResponseError):
-            raise unavailable(reply, sent=True)
+            raise unavailable(reply, sent=True, before=before)
         return reply
 
     def run_many(self, script: Script, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         """See ``Wire.run_many``."""
         deadline = time.monotonic() + self._timeout
-        replies = self._exchange([("EVALSHA", script.sha, 1, key, *args) for key, args in calls], deadline)
+        commands = [("EVALSHA", script.sha, 1, key, *args) for key, args in calls]
+        replies, before = self._exchange(commands, deadline)
         missing = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
         if missing:
-            again = self._exchange([("EVAL", script.text, 1, calls[i][0], *calls[i][1]) for i in missing], deadline)
+            commands = [("EVAL", script.text, 1, calls[i][0], *calls[i][1]) for i in missing]
+            again, before = self._exchange(commands, deadline, before)
             for i, reply in zip(missing, again, strict=True):
                 replies[i] = reply
-        return [_or_refusal(reply) for reply in replies]
+        return [_or_refusal(reply, before) for reply in replies]
 
     def commands(self, commands: Sequence[Command]) -> list[Any]:
         """See ``Wire.commands``."""
-        return [_or_refusal(reply) for reply in self._exchange(commands, time.monotonic() + self._timeout)]
+        replies, before = self._exchange(commands, time.monotonic() + self._timeout)
+        return [_or_refusal(reply, before) for reply in replies]
 
     def scan(self, pattern: str, count: int) -> Iterator[list[bytes]]:
         """See ``Wire.scan``."""
@@ -144,9 +147,11 @@ class PooledWire:
                 self._pools.pop(other, None)
         return pool
 
-    def _exchange(self, commands: Sequence[Command], deadline: float) -> list[Any]:
-        """One answer per command, ``ResponseError`` among them; all on one connection, sent at once."""
-        before = False  # whether an earlier attempt may have landed
+    def _exchange(self, commands: Sequence[Command], deadline: float, before: bool = False) -> tuple[list[Any], bool]:
+        """One answer per command, ``ResponseError`` among them; all on one connection, sent at once.
+
+        ``before`` goes in and comes out: whether an earlier attempt may have landed, so that a refusal proves nothing.
+        """
         while True:
             sent = False
             pool = self._pool()
@@ -155,7 +160,7 @@ class PooledWire:
                 try:
                     packed = _packed(connection, commands)
                     sent = True
-                    replies = self._talk(connection, packed, len(commands), deadline)
+                    return self._talk(connection, packed, len(commands), deadline), before
                 except BaseException:
                     connection.disconnect()  # an answer may still come, and it would be taken for the next one's
                     raise
@@ -167,10 +172,6 @@ class PooledWire:
                 before = before or failure.may_have_landed
                 if not repeat or time.monotonic() > deadline - self._timeout / 2:
                     raise failure from error
-                continue
-            if before:
-                _raise_refusal(replies)
-            return replies
 
     def _talk(self, connection: Any, packed: Any, answers: int, deadline: float) -> list[Any]:
         connection.send_packed_command(packed)
@@ -251,7 +252,8 @@ def unavailable(error: BaseException, *, sent: bool, before: bool = False) -> St
     what = _NEXT_STEP.get(code or "") or f"{error}: check that it runs and that idempotency_store names it"
     landed = before or (sent and code is None)
     facts = {} if code is None else {"code": code}
-    return StoreUnavailable(f"redis gave no answer; {what}", may_have_landed=landed, **facts)
+    lead = "redis gave no answer" if code is None else "redis refused"
+    return StoreUnavailable(f"{lead}: {what}", may_have_landed=landed, **facts)
 
 
 def code_of(error: BaseException) -> str | None:
@@ -267,23 +269,19 @@ def code_of(error: BaseException) -> str | None:
     return None
 
 
-def _raise_refusal(replies: Sequence[Any]) -> None:
-    """After a repeat a refusal does not say that nothing landed."""
-    for reply in replies:
-        if isinstance(reply, exceptions.ResponseError) and not isinstance(reply, exceptions.NoScriptError):
-            raise unavailable(reply, sent=True, before=True)
-
-
 def _packed(connection: Any, commands: Sequence[Command]) -> Any:
     if len(commands) == 1:
         return connection.pack_command(*commands[0])
     return connection.pack_commands(commands)
 
 
-def _or_refusal(reply: Any) -> Any:
-    return Refusal(unavailable(reply, sent=True)) if isinstance(reply, exceptions.ResponseError) else reply
+def _or_refusal(reply: Any, before: bool) -> Any:
+    return (
+        Refusal(unavailable(reply, sent=True, before=before)) if isinstance(reply, exceptions.ResponseError) else reply
+    )
 
 
 def _dropped(error: BaseException) -> bool:
     """Whether the connection broke, as opposed to a timeout or a refusal."""
-    return isinstance(error, (exceptions.ConnectionError, OSError)) and code_of(error) is None
+    broken = isinstance(error, (exceptions.ConnectionError, OSError)) and not isinstance(error, TimeoutError)
+    return broken and code_of(error) is None

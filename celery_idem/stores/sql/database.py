@@ -32,6 +32,7 @@ from celery_idem.stores.sql.failures import (
     translated,
     unavailable,
 )
+from celery_idem.stores.sql.forking import sqlite_gate
 from celery_idem.stores.sql.watchdog import watchdog
 
 SQLITE_BUSY = 0.1
@@ -61,6 +62,10 @@ class Database:
         self.statements = statements(self.name, injected_clock=self.clock is not None)
         self._engines: dict[int, Engine] = {}
         self._connecting = threading.local()
+        # An engine given to us is its owner's, at a fork too.
+        self._gated = self.sqlite and self._given is None
+        if self._gated:
+            self._closer = sqlite_gate.at_fork(_closer(self._engines))
 
     @property
     def sqlite(self) -> bool:
@@ -116,8 +121,14 @@ class Database:
         """Check out a connection, made and set up before ``deadline`` if none is idle."""
         state = self._connecting
         state.deadline, state.tickets = deadline, []
+        if self._gated:
+            sqlite_gate.enter()
         try:
             return self.engine().connect()
+        except BaseException:
+            if self._gated:
+                sqlite_gate.leave()
+            raise
         finally:
             state.deadline = None
             for ticket in state.tickets:
@@ -133,6 +144,15 @@ class Database:
         # SQLAlchemy's first questions to a server are statements too.
         self._connecting.tickets.append(watchdog().watch(connection, deadline))
         return connection
+
+    def given_back(self, connection: Connection) -> None:
+        """Put a connection made by ``connected`` back into the pool."""
+        try:
+            with contextlib.suppress(Exception):
+                connection.close()
+        finally:
+            if self._gated:
+                sqlite_gate.leave()
 
     # -- the rest of its life ------------------------------------------------------------------------------------------
 
@@ -285,11 +305,10 @@ class Call:
         self.close()
 
     def close(self) -> None:
-        """Give the connection back."""
-        if self._connection is not None:
-            with contextlib.suppress(Exception):
-                self._connection.close()
-            self._connection = None
+        """Give the connection back; the next statement takes another."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self.database.given_back(connection)
 
 
 class JoinedCall(Call):
@@ -364,6 +383,15 @@ def _broken(connection: Connection, driver: Any, error: BaseException) -> bool:
     if getattr(driver, "closed", False) or getattr(driver, "broken", False):
         return True
     return connection.dialect.is_disconnect(error, driver, None)  # type: ignore[arg-type]
+
+
+def _closer(engines: dict[int, Engine]) -> Callable[[], None]:
+    def close() -> None:
+        engine = engines.get(os.getpid())
+        if engine is not None:
+            engine.dispose()
+
+    return close
 
 
 def _full_sync(driver: Any, _record: Any) -> None:

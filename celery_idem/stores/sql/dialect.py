@@ -28,15 +28,16 @@ _PLACES = {
     "new": ", ".join(f":new_{name}" for name in COLUMNS),
     "set": ", ".join(f"{name} = :new_{name}" for name in COLUMNS if name != "key"),
     "set_but_outcome": ", ".join(f"{name} = :new_{name}" for name in COLUMNS if name not in {"key", *OUTCOME_COLUMNS}),
-    "version": str(RECORD_VERSION),
-    # The token too: a clock that stands still could repeat a rev after a purge.
-    "seen": "key = :key AND rev = :seen_rev AND token = :seen_token",
-    # What SKIP LOCKED leaves out is not updated; a plain UPDATE would wait for it.
+    # The row as it was seen. The token too: a clock that stands still could repeat a rev after a purge.
+    "seen": "key = :key AND rev = :seen_rev AND token = :seen_token AND record_version <= :version",
+    # The same, taken without waiting; a plain UPDATE would wait for whoever locks the row.
     "free": """key = (
-        SELECT key FROM celery_idem_record WHERE key = :key AND rev = :seen_rev AND token = :seen_token
+        SELECT key FROM celery_idem_record
+        WHERE key = :key AND rev = :seen_rev AND token = :seen_token AND record_version <= :version
         FOR NO KEY UPDATE SKIP LOCKED)""",
     "free_alive": """key = (
-        SELECT key FROM celery_idem_record WHERE key = :key AND rev = :seen_rev AND token = :seen_token
+        SELECT key FROM celery_idem_record
+        WHERE key = :key AND rev = :seen_rev AND token = :seen_token AND record_version <= :version
         AND expires_at > (SELECT now FROM clock) FOR NO KEY UPDATE SKIP LOCKED)""",
     # Times in a note that only the database knows; see ``rows.later``.
     "timed_notes": """replace(replace(:new_notes, '"at":"@now"', '"at":' || clock.now::text),
@@ -104,7 +105,7 @@ _POSTGRESQL = {
         free AS (
           SELECT r.key, lease, keep FROM celery_idem_record r
           JOIN wanted ON r.key = wanted.key AND r.token = wanted.token
-          WHERE state = 'CLAIMED' AND record_version <= {version} AND expires_at > (SELECT now FROM clock)
+          WHERE state = 'CLAIMED' AND record_version <= :version AND expires_at > (SELECT now FROM clock)
           FOR NO KEY UPDATE OF r SKIP LOCKED)
         UPDATE celery_idem_record r SET rev = rev + 1, lease_expires_at = now + lease, expires_at = now + lease + keep
         FROM free, clock WHERE r.key = free.key
@@ -137,10 +138,11 @@ class Statement:
 def statements(dialect: str, *, injected_clock: bool) -> dict[str, Statement]:
     """Every statement of the dialect by its name."""
     sources, compiler = (_SQLITE, _NAMED) if dialect == "sqlite" else (_POSTGRESQL, _PYFORMAT)
-    places = {**_PLACES, "clock": _INJECTED_CLOCK if injected_clock else _CLOCK}
+    clock = _INJECTED_CLOCK if injected_clock else _CLOCK
     made = {}
     for name, source in sources.items():
-        construct = text(" ".join(source.format(**places).split()))
+        words = source.format(clock=clock, **_PLACES).replace(":version", str(RECORD_VERSION)).split()
+        construct = text(" ".join(words))
         made[name] = Statement(construct, str(construct.compile(dialect=compiler)), not name.startswith("read"))
     return made
 

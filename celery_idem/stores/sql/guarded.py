@@ -92,7 +92,10 @@ class GuardedRows:
         Raises:
             LockedRow: somebody's transaction held the row longer than ``patience``.
         """
-        give_up = call.deadline if patience is None else min(call.deadline, time.monotonic() + patience)
+        # A little before the deadline, or the watchdog would cut the last attempt, and its write would be in doubt.
+        give_up = call.deadline - min(0.2, self._database.timeout / 4)
+        if patience is not None:
+            give_up = min(give_up, time.monotonic() + patience)
         row, now = first or self.read(call, key)
         while True:
             answer, written = judge(None if row is None else row.record, now)
@@ -115,6 +118,7 @@ class GuardedRows:
             if time.monotonic() >= (give_up if locked else call.deadline):
                 raise LockedRow(row, now)
             if locked:
+                call.close()
                 time.sleep(random.uniform(0.001, 0.01))  # noqa: S311
 
     def guess(self, call: Call, name: str, row: Row, judge: Judge[A], *, remember: bool) -> A | None:

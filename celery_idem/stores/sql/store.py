@@ -11,6 +11,7 @@ from sqlalchemy.engine import Connection, Engine
 
 from celery_idem.core import decide
 from celery_idem.core.records import (
+    RECORD_VERSION,
     Answer,
     Claim,
     Decision,
@@ -222,8 +223,8 @@ class SQLStore:
     def _renew_one(self, call: Call, claim: Claim, firsts: dict[str, tuple[Row | None, float] | None]) -> Renewal:
         """One renewal the batch did not make, or on SQLite any; whatever hinders it hinders no other."""
         first = firsts.get(claim.key)
-        if claim.key in firsts and first is None:
-            return Renewal.BUSY  # unreadable, which is no loss: its claim can still be restored by an operator
+        if claim.key in firsts and (first is None or _would_have_been_renewed(claim, *first)):
+            return Renewal.BUSY  # unreadable, or locked: neither is a loss
         patience = max(0.0, call.left()) if self._database.sqlite else 0.0
 
         def judge(record: Record | None, now: float) -> tuple[Renewal, Record | None]:
@@ -295,3 +296,12 @@ class SQLStore:
     def close(self) -> None:
         """See ``Store.close``."""
         self._database.close()
+
+
+def _would_have_been_renewed(claim: Claim, row: Row | None, now: float) -> bool:
+    """Whether only a lock can have kept the row out of the batch."""
+    if claim.right or row is None:
+        return False
+    record = row.record
+    mine = record.state is State.CLAIMED and record.token == claim.token
+    return mine and record.expires_at > now and record.record_version <= RECORD_VERSION

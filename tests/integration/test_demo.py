@@ -1,0 +1,77 @@
+"""The demo is run as its reader runs it: on files alone, on private servers, lacking a server, stopped halfway."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import Process
+from tests.support.workers import ROOT, pids_named, wait_until
+
+ANYWHERE = {1: (3, 1), 2: (2, 1), 3: (2, 1), 4: (2, 1), 5: (2, 2), 6: (2, 1), 7: (2, 1)}
+"""Charges by row: without celery_idem, and with it."""
+WHOLE_WORKER = {8: (2, 1), 9: (2, 1)}
+
+
+@contextmanager
+def demo(tmp_path: Path, *words: str, env: Mapping[str, str] | None = None) -> Iterator[Process]:
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8", "TMPDIR": str(tmp_path), **(env or {})}
+    argv = [sys.executable, "-m", "example_project.demo", *words]
+    process = Process(argv, name="demo", log_path=tmp_path / "demo.log", env=env, cwd=ROOT)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def rows(log: str) -> dict[int, tuple[int, int]]:
+    found = re.findall(r"│ (\d) │.*│ (\d) charges? +│ (\d) charges? +│.*│ ✓ ", log)
+    return {int(number): (int(without), int(within)) for number, without, within in found}
+
+
+def assert_nothing_left(tmp_path: Path) -> None:
+    wait_until(lambda: not pids_named(str(tmp_path)), 5, "no process of the demo is left")
+    assert [path.name for path in tmp_path.iterdir()] == ["demo.log"]
+
+
+@pytest.mark.crash
+def test_without_any_server(tmp_path: Path) -> None:
+    with demo(tmp_path) as process:
+        assert process.wait(120) == 0, process.log
+        assert rows(process.log) == ANYWHERE
+        assert "7 of 7 rows are as promised" in process.log
+        assert "so it is lost, whatever celery_idem does" in " ".join(process.log.split())
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.redis
+@pytest.mark.postgres
+@pytest.mark.crash
+def test_with_private_servers_and_whole_workers_killed(tmp_path: Path) -> None:
+    with demo(tmp_path, "--broker", "redis", "--store", "postgresql") as process:
+        assert process.wait(170) == 0, process.log
+        assert rows(process.log) == ANYWHERE | WHOLE_WORKER
+        assert "9 of 9 rows are as promised" in process.log
+    assert_nothing_left(tmp_path)
+
+
+def test_a_server_that_is_not_installed_is_named_with_what_installs_it(tmp_path: Path) -> None:
+    with demo(tmp_path, "--broker", "redis", env={"PATH": str(tmp_path)}) as process:
+        assert process.wait(30) == 2
+        assert "apt-get install --no-install-recommends redis-server" in process.log
+    assert_nothing_left(tmp_path)
+
+
+def test_stopping_it_halfway_leaves_nothing_behind(tmp_path: Path) -> None:
+    with demo(tmp_path) as process:
+        process.wait_log("1. the same message", 60)
+        process.send(signal.SIGINT)
+        assert process.wait(20) == 130
+    assert_nothing_left(tmp_path)
