@@ -3,6 +3,7 @@
 #   make demo [ARGS="--broker redis --store postgresql"]    see it work
 #   make test    the whole suite, on real servers it starts itself      make unit    what needs no server
 #   make check   what CI runs: lint, types, test                        make clean   remove what was built here
+#   make guarantees   write docs/reference/guarantees.md from a run of the tests it names
 
 PYTHON ?= python3
 ARGS ?=
@@ -20,7 +21,7 @@ DEMO_SERVERS := $(strip $(if $(findstring redis,$(ARGS)),redis-server) \
 DEMO_SPEC := .$(if $(DEMO_NAME),[$(DEMO_NAME)])
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit check lint types bench services clean
+.PHONY: help demo test unit check guarantees lint types bench services clean
 
 help:
 	@sed -n '3,$${/^#/!q; s/^# \{0,1\}//; p;}' Makefile
@@ -41,6 +42,9 @@ check:
 	@$(MAKE) --no-print-directory types
 	@$(MAKE) --no-print-directory test
 
+guarantees: $(VENV)/.dev services
+	GUARANTEES_FILE=docs/reference/guarantees.md $(BIN)/pytest -m guarantee
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,7 +53,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.dev services
-	$(BIN)/python -m example_project.bench $(ARGS)
+	$(BIN)/python -m tests.campaigns.floor $(ARGS)
 
 services:
 	@scripts/install-services

@@ -224,18 +224,3 @@ def ensure_installed(app: Celery) -> None:
 
     app.steps["worker"].add(CheckStore)
     signals.connect()
-
-
-def describe_settings(runtime: Runtime) -> Mapping[str, Any]:
-    """Every setting's value for ``celery idem check``, without the store's credentials."""
-    shown = dict(runtime.settings.values)
-    shown["store"] = _without_password(shown["store"])
-    shown["store_options"] = sorted(shown["store_options"])
-    shown["namespace"] = runtime.namespace
-    return shown
-
-
-def _without_password(url: str | None) -> str | None:
-    from kombu.utils.url import maybe_sanitize_url
-
-    return None if url is None else str(maybe_sanitize_url(url))

@@ -16,6 +16,8 @@ import pytest
 from tests.support.processes import STARTED
 from tests.support.services import USED, PostgresServer, RabbitServer, RedisServer
 
+pytest_plugins = ("tests.support.guarantees",)
+
 # -- servers of the run ------------------------------------------------------------------------------------------------
 
 

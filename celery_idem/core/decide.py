@@ -105,11 +105,11 @@ def decide_complete(record: Record | None, claim: Claim, outcome: Outcome, *, no
     A record that vanished (a failover lost it) is written anew: nobody else holds the key, and an effect that
     happened must not be forgotten.
     """
-    if record is not None and record.expires_at <= now:
-        record = None
-    if record is None:
+    if record is not None and record.record_version > RECORD_VERSION:
+        return Ended.LOST, None
+    if record is None or record.expires_at <= now:
         record = _restored(claim, now)
-    if record.token != claim.token or record.record_version > RECORD_VERSION:
+    if record.token != claim.token:
         return Ended.LOST, None
     if record.state is State.COMPLETED:
         return Ended.COMPLETED, None
@@ -169,10 +169,10 @@ def decide_renew(record: Record | None, claim: Claim, *, now: float) -> tuple[Re
     A lapsed lease nobody took is renewed. A claim that vanished is restored with its token and fence; a right to
     continue never creates a record. A claim this token already ended is left as it is, and is no loss.
     """
+    if record is not None and record.record_version > RECORD_VERSION:
+        return Renewal.LOST, None
     if record is None or record.expires_at <= now:
         return (Renewal.LOST, None) if claim.right else (Renewal.RENEWED, _restored(claim, now))
-    if record.record_version > RECORD_VERSION:
-        return Renewal.LOST, None
     message_id = claim.operation.delivery.message_id
     note = record.note(message_id)
     if note.continuing is not None and note.continuing.token == claim.token:
@@ -214,13 +214,14 @@ def decide_parked(record: Record | None, message_id: str, generation: int, count
 def decide_forget(record: Record | None, fence: int, *, now: float) -> tuple[bool, Written]:
     """Leave a tombstone without value, token, rights or doubt, if the record still has the fence the caller saw.
 
-    What is over stays over: the copies of a failed attempt do not rise again, a new message runs.
+    What is over stays over, and an announced retry stays announced: copies of an attempt that failed or was retried
+    do not rise again, a new message runs.
     """
     if record is None or record.expires_at <= now or record.fence != fence:
         return False, None
     if record.record_version > RECORD_VERSION:
         return False, None
-    notes = {m: Note(over=n.over, parked=n.parked, at=n.at) for m, n in record.notes.items()}
+    notes = {m: Note(over=n.over, successor=n.successor, parked=n.parked, at=n.at) for m, n in record.notes.items()}
     return True, replace(
         record,
         state=State.RELEASED,

@@ -266,7 +266,7 @@ def _step(value: Any, part: str) -> object:
 
 
 def _nearest(name: str, candidates: Iterable[object]) -> str:
-    known = [str(candidate) for candidate in candidates]
+    known = [str(candidate) for candidate in candidates if candidate != "*"]
     near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"did you mean {near[0]!r}?"

@@ -79,7 +79,11 @@ class Store(Protocol):
         """Remember that a parked copy with this count was published; the highest count stays."""
 
     def get(self, key: str) -> Record | None:
-        """The whole record, or None if there is none or it expired."""
+        """The whole record, or None if there is none or it expired.
+
+        Raises:
+            RecordCorrupt: it cannot be read, or a newer release wrote it.
+        """
 
     def find(
         self,
@@ -90,7 +94,10 @@ class Store(Protocol):
         older_than: float | None = None,
         limit: int = 1000,
     ) -> Iterator[Record]:
-        """Records that match, at most ``limit``; ``older_than`` is seconds since they were claimed."""
+        """Records that match, at most ``limit``; ``older_than`` is seconds since they were claimed.
+
+        A record that cannot be read is logged by its key and passed over.
+        """
 
     def forget(self, key: str, fence: int | None) -> bool:
         """Leave a tombstone without value or doubt; False if the record changed since ``fence`` was seen.
@@ -123,6 +130,13 @@ def open_store(url: str, *, timeout: float = 5.0, **options: Any) -> Store:
         timeout: seconds no verb outlives.
         options: passed to the client library (``idempotency_store_options``).
     """
+    try:
+        return _open(url, timeout, options)
+    except TypeError as error:
+        raise ConfigurationError(f"idempotency_store_options: {error}: remove what this store does not take") from error
+
+
+def _open(url: str, timeout: float, options: dict[str, Any]) -> Store:
     scheme = url.partition(":")[0].lower()
     if scheme == "memory":
         from celery_idem.stores.memory import MemoryStore

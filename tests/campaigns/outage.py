@@ -141,7 +141,7 @@ def over_a_backlog(messages: int, down: float, timeout: float, *, drain: float, 
         tasks = tasks_for(idempotency_store_timeout=timeout)
         with tasks.worker(concurrency=pool) as worker, Memory(worker) as memory:
             warm(tasks, pool)
-            figures.at_rest = memory.most
+            figures.at_rest = memory.look()
             before = pushed(broker)
             stopped = time.monotonic()
             store.pause()
@@ -156,7 +156,7 @@ def over_a_backlog(messages: int, down: float, timeout: float, *, drain: float, 
                 figures.drained = time.monotonic() - resumed
                 wait_until(lambda: waiting(broker, tasks) == 0, 90, "the queue and what is unacked empty")
             figures.published = pushed(broker) - before
-            figures.memory = memory.most
+        figures.memory = memory.most
         judge(figures, tasks)
         return figures
 
@@ -178,15 +178,20 @@ class Memory:
         """In MB, the sum over main process and children, which counts shared pages once per process."""
         self._worker = worker
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._keep_looking, daemon=True)
 
-    def _look(self) -> None:
+    def look(self) -> float:
+        """What it has now."""
+        now = 0.0
+        for pid in [self._worker.pid, *self._worker.children()]:
+            with contextlib.suppress(psutil.Error):
+                now += psutil.Process(pid).memory_info().rss / 1e6
+        self.most = max(self.most, now)
+        return now
+
+    def _keep_looking(self) -> None:
         while not self._over.wait(0.2):
-            now = 0.0
-            for pid in [self._worker.pid, *self._worker.children()]:
-                with contextlib.suppress(psutil.Error):
-                    now += psutil.Process(pid).memory_info().rss / 1e6
-            self.most = max(self.most, now)
+            self.look()
 
     def __enter__(self) -> Memory:
         self._thread.start()

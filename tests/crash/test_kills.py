@@ -30,7 +30,6 @@ def places(request: Any) -> Iterator[tuple[str, tuple[str, str]]]:
             yield "sqlite", (server.new_database(), url)
 
 
-@pytest.mark.guarantee("a dead child costs no lease")
 def test_every_killed_child_is_replaced_and_nothing_is_lost(places: tuple[str, tuple[str, str]]) -> None:
     """Between effect and completion the body runs again, unless it can verify; after completion it never does."""
     all_figures = series(*places, KILLS)

@@ -12,7 +12,6 @@ from tests.campaigns.outage import over_a_backlog, under_long_bodies
 pytestmark = [pytest.mark.crash, pytest.mark.redis]
 
 
-@pytest.mark.guarantee("only an answer LOST stops a body")
 def test_bodies_outlive_a_store_that_is_stopped_for_two_leases() -> None:
     figures = under_long_bodies(bodies=4, lease=4, down=8)
     print(figures)
@@ -21,7 +20,6 @@ def test_bodies_outlive_a_store_that_is_stopped_for_two_leases() -> None:
     assert figures.words["RENEW_FAILED"] >= 4, "the leases were due meanwhile"
 
 
-@pytest.mark.guarantee("a store that is down holds the queue back")
 def test_a_backlog_waits_for_the_store_and_runs_once() -> None:
     figures = over_a_backlog(messages=100, down=8, timeout=1, drain=40)
     print(figures)

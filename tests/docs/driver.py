@@ -10,10 +10,13 @@ import json
 import os
 import sys
 import traceback
+import warnings
 
 
 def main() -> None:
     """Until stdin ends."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("default", module=r"(celery|kombu|sqlalchemy)\.")  # theirs to heed, not a reader's
     sys.path.insert(0, os.getcwd())
     namespace = {"__name__": "page"}
     sys.modules["page"] = type(sys)("page")

@@ -149,7 +149,7 @@ class Typed:
     def __init__(self, directory: Path, env: dict[str, str]) -> None:
         reading, writing = os.pipe()
         self._log = directory / "python.log"
-        argv = [sys.executable, "-W", "error", str(Path(__file__).with_name("driver.py")), str(writing)]
+        argv = [sys.executable, str(Path(__file__).with_name("driver.py")), str(writing)]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 argv, cwd=directory, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=[writing]

@@ -43,7 +43,7 @@ def replayed(shop: Shop, times: int, timeout: float = 30) -> None:
     wait_until(lambda: shop.events().count("REPLAYED") >= times, timeout, f"{times} replays, not {shop.events()}")
 
 
-# --- the same message again ----------------------------------------------------------------------------------------
+# --- the same message again -----------------------------------------------------------------------
 
 
 def test_one_message_published_three_times_runs_once(shop: Shop) -> None:
@@ -79,7 +79,7 @@ def test_a_copy_of_a_failed_message_does_not_run_after_the_errbacks(shop: Shop) 
     assert shop.starts() == 1
 
 
-# --- processes that die ------------------------------------------------------------------------------------------------
+# --- processes that die ---------------------------------------------------------------------------
 
 
 @pytest.mark.crash
@@ -164,7 +164,7 @@ def restore_once(shop: Shop, done: Any) -> None:
     wait_until(visible, 30, f"the restored copy to be parked, not {shop.events()}")
 
 
-# --- retries --------------------------------------------------------------------------------------------------------------
+# --- retries --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("countdown", [0, 1])
@@ -186,7 +186,7 @@ def test_a_retry_that_was_published_by_a_child_that_died_loses_and_doubles_nothi
     assert not overlapping(shop.runs())
 
 
-# --- soft limits -----------------------------------------------------------------------------------------------------------
+# --- soft limits ----------------------------------------------------------------------------------
 
 
 def test_a_soft_limit_while_waiting_parks_the_message_and_does_not_fail_it(shop: Shop) -> None:
@@ -234,7 +234,7 @@ def test_a_soft_limit_in_the_body_fails_the_task_and_frees_the_key(shop: Shop) -
         assert run.attempt == 1
 
 
-# --- the network -------------------------------------------------------------------------------------------------------------
+# --- the network ----------------------------------------------------------------------------------
 
 
 def test_the_broker_cut_between_park_and_ack_loses_nothing_and_doubles_nothing(places: tuple[str, str]) -> None:

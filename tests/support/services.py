@@ -305,6 +305,7 @@ class PostgresServer(Server):
             "unix_socket_directories": "",
             "fsync": "on" if self.durable else "off",
             "max_connections": "200",
+            "dynamic_shared_memory_type": "mmap",  # dies with its directory, whoever kills the server
             "timezone": "UTC",
         }
         for name, value in settings.items():

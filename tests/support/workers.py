@@ -51,6 +51,23 @@ app = Celery({name!r}, broker={broker!r}, backend={backend!r}, set_as_current=Fa
 app.conf.update({settings!r})
 """
 
+#: Kombu's filesystem broker writes a message under its final name, so a worker that looks too early reads half of it
+#: and dies (kombu issue 1551); this one renames it into place.
+_WHOLE_FILES = """\
+import time, uuid
+from pathlib import Path
+from kombu.transport import filesystem
+from kombu.utils.json import dumps
+
+def _put(self, queue, payload, **_):
+    name = f"{time.monotonic_ns() // 1_000_000}_{uuid.uuid4()}.{queue}.msg"
+    part = Path(self.data_folder_out) / f"{name}.part"
+    part.write_text(dumps(payload))
+    part.rename(part.with_suffix(""))
+
+filesystem.Channel._put = _put
+"""
+
 _POOL_CHECK = """\
 from celery.concurrency.asynpool import AsynPool
 
@@ -96,6 +113,7 @@ class WorkerProc:
         path = [str(cwd), str(ROOT), self._env.get("PYTHONPATH", "")]
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         self._env.setdefault("C_FORCE_ROOT", "1")
+        self._env["TMPDIR"] = str(cwd)  # a killed worker leaves its multiprocessing folder behind
         self._process: Process | None = None
 
     def start(self, *, wait: bool = True) -> Self:
@@ -236,6 +254,8 @@ class TaskApp:
         conf = {**DEFAULTS, "task_default_queue": self.queue, **self._broker_settings(), **(settings or {})}
         self.queue = conf["task_default_queue"]
         header = _HEADER.format(name=self.name, broker=self.broker, backend=self.backend, settings=conf)
+        if self.broker.startswith("filesystem:"):
+            header += _WHOLE_FILES
         if pool_check is not None:
             header += _POOL_CHECK.format(seconds=pool_check)
         (self.dir / f"{self.name}.py").write_text(header + "\n\n" + textwrap.dedent(source))

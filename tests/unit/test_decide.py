@@ -298,6 +298,15 @@ def test_row_12_the_right_to_continue_is_leased_to_one_copy(case: str) -> None:
     assert granted.fence == int(NOW * 1_000_000)
 
 
+def test_row_12_a_rights_fence_is_above_the_last_rights_and_the_records() -> None:
+    later = int(NOW * 1_000_000) + 50
+    for fence, last in ((FENCE, later), (later, FENCE + 7)):
+        stored = record(State.COMPLETED, Note(continuing=right(until=NOW, fence=last)), fence=fence)
+        decision, _ = ask(stored, op(continues=True))
+        assert decision.claim is not None
+        assert decision.claim.fence == later + 1
+
+
 def test_row_12_a_right_outlives_the_records_expiry() -> None:
     _, written = ask(record(State.COMPLETED, expires_at=NOW + 1), op(continues=True))
     assert written is not None

@@ -5,13 +5,15 @@ local message = ARGV[3]
 local r, bad = read(message, HEAD)
 if bad then return {'CORRUPT', bad} end
 
+if r and r.newer then return 'LOST' end
+
 local note
 if not r or r.expires <= NOW then
   if r then redis.call('DEL', KEY) end
   note = note_of()
   claimed(note, tonumber(ARGV[8]), ARGV[14], tonumber(ARGV[15]), ARGV[16] == '1')
 else
-  if r.newer or r.token ~= ARGV[2] then return 'LOST' end
+  if r.token ~= ARGV[2] then return 'LOST' end
   if r.state == 'COMPLETED' then return 'COMPLETED' end
   if r.state ~= 'CLAIMED' then return 'LOST' end
   note = r.note

@@ -18,7 +18,7 @@ redis.call('HDEL', KEY, 'completed', 'kind', 'body', 'type', 'encoding', 'checks
 redis.call('HSET', KEY, 'state', 'RELEASED', 'token', '', 'answer', 'ACQUIRED', 'fingerprint', '', 'attempts', '0',
   'unknown', '0', 'lease_end', text(NOW))
 for name, note in pairs(notes) do
-  redis.call('HSET', KEY, name, json_of({over = note.over, parked = note.parked, settled = false, at = note.at}))
+  redis.call('HSET', KEY, name, json_of({over = note.over, successor = note.successor, parked = note.parked, settled = false, at = note.at}))
 end
 expire(math.max(NOW + DAY, r.expires))
 return 1

@@ -5,13 +5,13 @@ local message, lease_end, right = ARGV[3], NOW + tonumber(ARGV[6]), ARGV[17] == 
 local r, bad = read(message, HEAD)
 if bad then return {'CORRUPT', bad} end
 
+if r and r.newer then return 'LOST' end
 if not r or r.expires <= NOW then
   if right then return 'LOST' end
   if r then redis.call('DEL', KEY) end
   claimed(note_of(), tonumber(ARGV[8]), ARGV[14], tonumber(ARGV[15]), ARGV[16] == '1')
   return 'RENEWED'
 end
-if r.newer then return 'LOST' end
 
 local note = r.note
 if note.continuing and note.continuing.token == ARGV[2] then
