@@ -31,9 +31,9 @@ _STRIKE_TIMEOUT = 5.0  # seconds to wait for another thread's two calls: only a 
 class Guard:
     """Stands around one body; ``interrupt()`` raises LeaseLost inside it, or nowhere.
 
-    Good for one ``with`` statement. Of nested guards in one thread (an eager task called by a task) only the
-    outermost can be interrupted, which ends them all; for an inner one ``interrupt()`` is False. So a LeaseLost
-    caught around a guard whose ``enclosing_lost`` is true belongs further out: raise it on.
+    Good for several ``with`` statements, one after the other. Of nested guards in one thread (an eager task called by
+    a task) only the outermost can be interrupted, which ends them all; for an inner one ``interrupt()`` is False. So
+    a LeaseLost caught around a guard whose ``enclosing_lost`` is true belongs further out: raise it on.
     """
 
     def __init__(self) -> None:
@@ -93,6 +93,7 @@ class Guard:
 
     def _look_around(self) -> None:
         """Note the target that is open around this guard in the same thread."""
+        self._outer = None
         outer = _here.target() if _here.target is not None else None
         if outer is None or outer.left:
             return
@@ -302,9 +303,9 @@ class HeldSoftLimit:
 def soft_limit_held(*, discard: bool = False) -> Iterator[HeldSoftLimit]:
     """Keep the soft time limit (SIGUSR1) from raising inside the block; it does so right after it.
 
-    With ``discard``, which the block may still decide by setting ``held.discard``, one that fired in a block that
-    ended well is dropped: a limit on the effect is moot once the effect is recorded. Only the main thread has a soft
-    limit; elsewhere, and under gevent or eventlet, this does nothing.
+    With ``discard`` it is dropped, however the block ends: a limit on the effect is moot once the effect is recorded
+    or the message handed on. A block for which that is so only if it succeeds sets ``held.discard`` itself, at its
+    end. Only the main thread has a soft limit; elsewhere, and under gevent or eventlet, this does nothing.
 
     The handler is replaced rather than the signal blocked: the pool signals the process, so with SIGUSR1 blocked in
     the main thread the kernel gives it to any other, the heartbeat's say, and Python runs the handler all the same.
@@ -321,9 +322,6 @@ def soft_limit_held(*, discard: bool = False) -> Iterator[HeldSoftLimit]:
     try:
         signal.signal(signal.SIGUSR1, note)
         yield held
-    except BaseException:
-        held.discard = False
-        raise
     finally:
         _restore(handler)
         if held.fired and not held.discard:

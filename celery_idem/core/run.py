@@ -127,6 +127,7 @@ class Run:
         finally:
             if not kept:
                 engine.heartbeat.discard(claim)
+            self.guard.close()  # again, in case a soft limit cut its exit off
 
     def _on_lost(self) -> None:
         """Called on the renewal thread: another worker holds the key."""

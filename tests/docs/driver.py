@@ -11,13 +11,14 @@ import os
 import sys
 import traceback
 import warnings
+from pathlib import Path
 
 
 def main() -> None:
     """Until stdin ends."""
     warnings.simplefilter("error")
     warnings.filterwarnings("default", module=r"(celery|kombu|sqlalchemy)\.")  # theirs to heed, not a reader's
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, str(Path.cwd()))
     namespace = {"__name__": "page"}
     sys.modules["page"] = type(sys)("page")
     with open(int(sys.argv[1]), "w", encoding="utf-8") as answers:  # noqa: PTH123  a descriptor has no path
@@ -26,7 +27,7 @@ def main() -> None:
             error = None
             try:
                 exec(compile(block["source"], block["filename"], "exec"), namespace)
-            except BaseException:  # noqa: BLE001  SystemExit is a failure here too
+            except BaseException:  # SystemExit is a failure here too
                 error = traceback.format_exc()
             sys.stdout.flush()
             answers.write(json.dumps({"error": error}) + "\n")

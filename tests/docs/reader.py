@@ -152,7 +152,14 @@ class Typed:
         argv = [sys.executable, str(Path(__file__).with_name("driver.py")), str(writing)]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                argv, cwd=directory, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=[writing]
+                argv,
+                cwd=directory,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                text=True,
+                pass_fds=[writing],
             )
         os.close(writing)
         self._answers: IO[str] = os.fdopen(reading)

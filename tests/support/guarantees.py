@@ -35,8 +35,8 @@ BROKERS = {"memory": "memory", "filesystem": "filesystem", "redis": "Redis", "ra
 HEAD = """\
 # Guarantees
 
-Every rule, the tests that show it, and the stores and brokers they ran on. Made by `make guarantees` from a run; the whole
-suite fails where this page is not what it would write. The rules themselves are explained in the
+Every rule, the tests that show it, and the stores and brokers they ran on. Made by `make guarantees` from a run; the
+whole suite fails where this page is not what it would write. The rules themselves are explained in the
 [decision table](decision-table.md), the [delivery table](delivery-table.md) and
 [`stores/base.py`](../../celery_idem/stores/base.py).
 """

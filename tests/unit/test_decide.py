@@ -873,7 +873,7 @@ def test_forget_leaves_a_tombstone_without_value_or_doubt(state: State) -> None:
         lease_expires_at=NOW,
         completed_at=None,
         expires_at=NOW + DAY,
-        notes={"M": Note(over=0, parked=(0, 3), at=NOW - 7)},
+        notes={"M": Note(over=0, successor=(1, NOW + 5), parked=(0, 3), at=NOW - 7)},
     )
     assert ask(written, op())[0].answer is Answer.OVER
     fresh, _ = ask(written, op(message="N"))

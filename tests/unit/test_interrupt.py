@@ -474,6 +474,27 @@ def test_a_body_that_was_left_cannot_be_struck(where: Callable[[Callable[[], Any
 
 
 @anywhere
+def test_a_guard_may_stand_around_one_body_after_another(where: Callable[[Callable[[], Any]], Any]) -> None:
+    def run() -> None:
+        guard = Guard()
+        for _ in range(3):
+            with guard:
+                spin(10)
+        with pytest.raises(LeaseLost), guard:
+            assert guard.interrupt()
+        with pytest.raises(LeaseLost), guard:
+            pytest.fail("the next body began")
+        guard = Guard()
+        with guard:
+            pass
+        assert not guard.interrupt()
+        with pytest.raises(LeaseLost), guard:
+            pytest.fail("lost between two bodies, and the second began")
+
+    where(run)
+
+
+@anywhere
 def test_a_body_does_not_begin_once_its_lease_is_lost(where: Callable[[Callable[[], Any]], Any]) -> None:
     def run() -> None:
         guard = Guard()
@@ -747,13 +768,17 @@ class TestHeld:
             spin(100)
             held.discard = False
 
-    def test_a_block_that_failed_drops_nothing(self) -> None:
-        with pytest.raises(SoftLimit) as caught, soft_limit_held(discard=True):
+    def test_a_block_that_fails_is_answered_alike(self) -> None:
+        with pytest.raises(SoftLimit) as caught, soft_limit_held():
             fire()
             spin(100)
             raise KeyError
         assert isinstance(caught.value.__context__, KeyError)
         with pytest.raises(KeyError), soft_limit_held(discard=True):
+            fire()
+            spin(100)
+            raise KeyError
+        with pytest.raises(KeyError), soft_limit_held():
             raise KeyError
         assert signal.getsignal(signal.SIGUSR1) is raise_soft_limit
 

@@ -257,6 +257,7 @@ class Call:
                 # A reader of SQLite meets a lock only while the file is recovered; a writer decides anew.
                 if self.left() <= 0 or (writes and isinstance(error, Locked)):
                     raise
+                time.sleep(random.uniform(0.001, 0.01))  # noqa: S311
             except NoSchema:
                 if not self.database.sqlite or self._retried:
                     raise
@@ -264,7 +265,7 @@ class Call:
                 self.close()
                 self.database.create_schema(self.deadline)
             except StoreError as error:
-                lost = self._connection is None or self._connection.invalidated
+                lost = self._connection is not None and self._connection.invalidated
                 if not lost or self._retried or self.left() <= 0:
                     raise
                 self._in_doubt = self._in_doubt or bool(getattr(error, "may_have_landed", False))

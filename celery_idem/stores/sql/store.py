@@ -33,7 +33,7 @@ from celery_idem.stores.sql.failures import Locked
 from celery_idem.stores.sql.guarded import GuardedRows, Judge, LockedRow
 from celery_idem.stores.sql.rows import Row
 
-PATIENCE = 0.05
+PATIENCE = 0.1
 """Seconds ``claim`` gives a PostgreSQL row lock to go: another claim holds one for a commit, a transaction longer."""
 PAGE = 100
 """Records one statement of ``find`` reads, bodies and all."""
