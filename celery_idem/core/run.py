@@ -79,6 +79,7 @@ class Run:
         self.body, self.ending = body, ending
         self.value_unread, self.observe = value_unread, observe
         self.guard = Guard()
+        self.around = RUNNING.get()
         self.lost = False
         self.began = False
         self.context = RunContext(
@@ -127,7 +128,9 @@ class Run:
         finally:
             if not kept:
                 engine.heartbeat.discard(claim)
-            self.guard.close()  # again, in case a soft limit cut its exit off
+            # Again, in case a soft limit cut either off.
+            self.guard.close()
+            RUNNING.set(self.around)
 
     def _on_lost(self) -> None:
         """Called on the renewal thread: another worker holds the key."""

@@ -218,6 +218,7 @@ ROWS: dict[str, Guarantee] = {
         (
             "test_forget_leaves_a_tombstone_without_value_or_doubt",
             "test_forget_keeps_over",
+            "test_forget_keeps_an_announced_retry_announced",
             "test_forget_needs_the_fence_it_saw",
         ),
     ),

@@ -40,6 +40,8 @@ def test_row_01_a_newer_record_is_left_alone(backend: Backend, store: Store, clo
     assert store.forget(claim.key, claim.fence) is False
     clock.advance(LEASE + TTL + 1)
     assert answer(store, op()) is Answer.NEWER
+    assert store.complete(claim, result()) is Ended.LOST
+    assert store.renew([claim]) == {claim.token: Renewal.LOST}
     assert backend.raw(claim.key) == before
 
 

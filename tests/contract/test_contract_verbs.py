@@ -484,7 +484,7 @@ def test_forget_leaves_a_tombstone_without_value_or_doubt(store: Store, state: S
     assert (record.outcome, record.unknown, record.attempts, record.completed_at) == (None, False, 0, None)
     assert record.fence == claim.fence
     assert record.note("before").over == 3
-    assert (record.note("M").successor, record.note("M").continuing, record.note("M").settled) == (None, None, False)
+    assert (record.note("M").continuing, record.note("M").settled) == (None, False)
     assert record.note("M").parked == (0, 2)
     assert record.expires_at >= clock.now + DAY
     assert store.complete(claim, result()) is Ended.LOST
@@ -500,6 +500,15 @@ def test_forget_keeps_over(store: Store) -> None:
     store.release(claim, Release.ENDED)
     assert store.forget(claim.key, claim.fence) is True
     assert answer(store, op()) is Answer.OVER
+
+
+@pytest.mark.guarantee("forget")
+def test_forget_keeps_an_announced_retry_announced(store: Store) -> None:
+    claim = take(store)
+    store.release(claim, Release.RETRY, successor=Successor(1, 30))
+    assert store.forget(claim.key, claim.fence) is True
+    assert answer(store, op(generation=0)) is Answer.NOT_DUE
+    assert answer(store, op(generation=1)) is Answer.ACQUIRED
 
 
 @pytest.mark.guarantee("forget")

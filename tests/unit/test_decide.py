@@ -654,8 +654,9 @@ def test_complete_of_a_vanished_record_is_remembered() -> None:
         record(State.RELEASED),
         record(State.RELEASED, token=token_for("mine")),
         record(token=token_for("mine"), record_version=RECORD_VERSION + 1),
+        record(token=token_for("mine"), record_version=RECORD_VERSION + 1, expires_at=NOW),
     ],
-    ids=["claimed", "completed", "released", "released by itself", "newer"],
+    ids=["claimed", "completed", "released", "released by itself", "newer", "newer and expired"],
 )
 def test_complete_is_lost_where_the_claim_is_gone(stored: Record) -> None:
     claim, _ = held()
@@ -767,8 +768,14 @@ def test_renew_of_a_lapsed_right_nobody_took() -> None:
 
 @pytest.mark.parametrize(
     "stored",
-    [record(), record(State.COMPLETED), record(State.RELEASED), record(token=token_for("mine"), record_version=9)],
-    ids=["claimed", "completed", "released", "newer"],
+    [
+        record(),
+        record(State.COMPLETED),
+        record(State.RELEASED),
+        record(token=token_for("mine"), record_version=9),
+        record(token=token_for("mine"), record_version=9, expires_at=NOW),
+    ],
+    ids=["claimed", "completed", "released", "newer", "newer and expired"],
 )
 def test_renew_is_lost_where_another_token_is(stored: Record) -> None:
     claim, _ = held()
@@ -889,6 +896,12 @@ def test_forget_leaves_a_tombstone_without_value_or_doubt(state: State) -> None:
 )
 def test_forget_needs_the_record_it_saw(stored: Record | None, fence: int) -> None:
     assert decide_forget(stored, fence, now=NOW) == (False, None)
+
+
+def test_forget_keeps_an_announced_retry_announced() -> None:
+    _, written = decide_forget(record(State.RELEASED, Note(successor=(1, NOW + 5))), FENCE, now=NOW)
+    assert ask(written, op(generation=0))[0].answer is Answer.NOT_DUE
+    assert ask(written, op(generation=1))[0].answer is Answer.ACQUIRED
 
 
 def test_forget_keeps_a_longer_expiry() -> None:
