@@ -149,7 +149,7 @@ class Run:
             with self.guard:
                 self.began = True
                 value, error = call(self.body, self.context)
-        except BaseException as struck:  # LeaseLost, or a soft limit or exit between the body and here
+        except BaseException as struck:  # noqa: BLE001  LeaseLost, or a soft limit or exit on the way out of the body
             error = struck
         with soft_limit_held(discard=True):
             if self.lost and not self.observe and (error is None or isinstance(error, (LeaseLost, Exception))):

@@ -19,7 +19,7 @@ from celery_idem.stores.base import open_store
 from tests.campaigns.report import finish, percentile, progress, table
 from tests.support.processes import remove_dir, scratch_dir
 from tests.support.services import PostgresServer, RabbitServer, RedisServer
-from tests.support.workers import TaskApp, wait_until
+from tests.support.workers import TaskApp, WorkerProc, wait_until
 
 LEASE = 60.0
 """Seconds, the default; a dead child must cost far less."""
@@ -142,12 +142,13 @@ def series(
     broker, url = places
     settings = {"idempotency_store": url, "idempotency_lease": LEASE}
     with TaskApp(SOURCE, broker=broker, settings=settings, env={"DIES_AFTER_COMPLETION": "1"}) as tasks:
-        with tasks.worker(concurrency=concurrency):
-            answers = fed(tasks, [f"{moment}{number}" for number in range(messages) for moment in moments], concurrency)
+        with tasks.worker(concurrency=concurrency) as worker:
+            sent = [f"{moment}{number}" for number in range(messages) for moment in moments]
+            answers = fed(tasks, worker, sent, concurrency)
         return [judged(store, moment, lines(tasks), answers) for moment in moments]
 
 
-def fed(tasks: TaskApp, messages: Sequence[str], at_once: int) -> dict[str, Any]:
+def fed(tasks: TaskApp, worker: WorkerProc, messages: Sequence[str], at_once: int) -> dict[str, Any]:
     """Send the messages, as many at once as the pool has children, and return what each answered.
 
     So the time to a second delivery has no queue in it: Redis gives a message back behind all others.
@@ -155,6 +156,7 @@ def fed(tasks: TaskApp, messages: Sequence[str], at_once: int) -> dict[str, Any]
     unsent, open_ones, answers = list(messages), dict[str, Any](), dict[str, Any]()
 
     def step() -> bool:
+        assert worker.alive, worker.log_tail()
         told = {message for word, message, _ in lines(tasks) if word in {"REPLAYED", "LEASE_RECLAIMED"}}
         for message in [m for m, result in open_ones.items() if m in told and result.state == "SUCCESS"]:
             answers[message] = open_ones.pop(message).result
@@ -166,8 +168,10 @@ def fed(tasks: TaskApp, messages: Sequence[str], at_once: int) -> dict[str, Any]
             )
         return not open_ones
 
-    with contextlib.suppress(AssertionError):  # then the figures say what is missing
+    try:
         wait_until(step, 60 + 5 * len(messages), "every message's second delivery", interval=0.05)
+    except AssertionError as error:
+        progress(str(error))  # the figures say what is missing
     return {message: answers.get(message) for message in messages}
 
 
@@ -205,7 +209,10 @@ def judged(store: str, moment: str, lines: list[tuple[str, str, float]], answers
 
 @contextlib.contextmanager
 def places_for(store: str) -> Iterator[tuple[str, str]]:
-    """A broker and a store on private servers: Redis for both, RabbitMQ and PostgreSQL, or files for both."""
+    """A broker and a store on private servers: Redis for both, RabbitMQ and PostgreSQL, or Redis and a SQLite file.
+
+    Not kombu's filesystem transport: it may read a message that is still being written, and the worker then ends.
+    """
     with contextlib.ExitStack() as servers:
         if store == "redis":
             yield servers.enter_context(RedisServer()).url, servers.enter_context(RedisServer()).url
@@ -213,8 +220,7 @@ def places_for(store: str) -> Iterator[tuple[str, str]]:
             broker, database = servers.enter_context(RabbitServer()), servers.enter_context(PostgresServer())
             yield broker.url, prepared(database.url)
         else:
-            with sqlite_file() as url:
-                yield "filesystem://", url
+            yield servers.enter_context(RedisServer()).url, servers.enter_context(sqlite_file())
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ def verbs(store: SQLStore, claim: Claim) -> list[tuple[Callable[[], Any], bool]]
 @postgres
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_stopped_server_costs_no_verb_more_than_the_timeout(private_postgres: Any, driver: str) -> None:
-    store = SQLStore(driven(private_postgres.url, driver), timeout=0.5)
+    store = SQLStore(driven(private_postgres.url, driver), timeout=1)
     patient = SQLStore(driven(private_postgres.url, driver), timeout=10)
     patient.create_schema()
     claim = acquired(patient)
@@ -78,7 +78,7 @@ def test_a_stopped_server_costs_no_verb_more_than_the_timeout(private_postgres: 
             took = time.monotonic() - start
         finally:
             private_postgres.resume()
-        assert took < 0.9
+        assert took < 1.4
         assert caught.value.may_have_landed is writes
     store.close()
     private_postgres.pause()
@@ -86,7 +86,7 @@ def test_a_stopped_server_costs_no_verb_more_than_the_timeout(private_postgres: 
         start = time.monotonic()
         with pytest.raises(StoreUnavailable) as caught:  # with no connection yet
             store.claim(operation(), lease=30, ttl=60)
-        assert time.monotonic() - start < 0.9
+        assert time.monotonic() - start < 1.4
         assert not caught.value.may_have_landed
     finally:
         private_postgres.resume()
@@ -137,13 +137,13 @@ def test_a_restart_between_two_verbs_goes_unnoticed(private_postgres: Any, drive
 
 @postgres
 def test_a_free_connection_is_waited_for_no_longer_than_the_timeout(postgres_url: str) -> None:
-    store = SQLStore(postgres_url, timeout=0.4, pool_size=1, max_overflow=0)
+    store = SQLStore(postgres_url, timeout=1, pool_size=1, max_overflow=0)
     store.create_schema()
     with store._database.engine().connect():
         start = time.monotonic()
         with pytest.raises(StoreUnavailable) as caught:
             store.claim(operation(), lease=30, ttl=60)
-        assert time.monotonic() - start < 0.8
+        assert time.monotonic() - start < 1.5
         assert not caught.value.may_have_landed
     store.close()
 

@@ -61,10 +61,10 @@ _SQLITE = {
 }
 
 _POSTGRESQL = {
-    # A first run inserts, everything else reads and writes nothing. No row: somebody is inserting it, read again.
+    # A first run inserts, everything else reads and writes nothing. The outer query sees what was there before: no row
+    # and not inserted means that somebody is inserting it right now, so read again.
     "claim": """
         WITH {clock},
-        existing AS MATERIALIZED (SELECT {row} FROM celery_idem_record r WHERE key = :key),
         fresh AS (
           INSERT INTO celery_idem_record ({columns})
           SELECT :new_key, greatest(floor(now * 1e6), 1)::bigint, :new_state, :new_token, :new_answer,
@@ -72,10 +72,10 @@ _POSTGRESQL = {
             :new_task, :new_namespace, :new_scope, :new_fingerprint, :new_holder,
             now, now + :new_lease_expires_at, NULL, now + :new_expires_at,
             NULL, NULL, NULL, NULL, NULL, {timed_notes}, :new_record_version
-          FROM clock WHERE NOT EXISTS (SELECT 1 FROM existing)
-          ON CONFLICT (key) DO NOTHING RETURNING {columns})
-        SELECT existing.*, clock.now, false FROM existing, clock
-        UNION ALL SELECT fresh.*, clock.now, true FROM fresh, clock""",
+          FROM clock WHERE NOT EXISTS (SELECT FROM celery_idem_record WHERE key = :key)
+          ON CONFLICT (key) DO NOTHING RETURNING true AS inserted)
+        SELECT {row}, now, inserted FROM clock
+        LEFT JOIN celery_idem_record r ON r.key = :key LEFT JOIN fresh ON true""",
     "read": "WITH {clock} SELECT {row}, now FROM clock LEFT JOIN celery_idem_record r ON r.key = :key",
     "read_many": """
         WITH {clock}

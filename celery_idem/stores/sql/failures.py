@@ -89,7 +89,9 @@ def connecting(error: BaseException, name: str, *, landed: bool) -> Exception:
     if isinstance(error, (exc.NoSuchModuleError, exc.ArgumentError, ImportError)):
         return ConfigurationError(f"idempotency_store: {_line(error)}: install the driver, or name another one")
     error = cause(error)
-    return error if isinstance(error, StoreError) else unavailable(name, error, landed=landed)
+    if isinstance(error, (StoreError, ConfigurationError)):
+        return error
+    return unavailable(name, error, landed=landed)
 
 
 def _line(why: object) -> str:

@@ -50,21 +50,20 @@ class GuardedRows:
         values = found[0]
         return (None if values[0] is None else rows.read_row(values)), values[len(COLUMNS)]
 
-    def take(self, call: Call, judge: Judge[Any]) -> tuple[Row, float, bool] | None:
-        """Insert what ``judge`` makes of no record, or read the one there is; None if somebody is inserting it.
+    def take(self, call: Call, judge: Judge[A]) -> tuple[A | None, Row | None, float]:
+        """Insert what ``judge`` makes of no record, or read the one there is, in one statement. PostgreSQL only.
 
         Returns:
-            the row, the clock, and whether the row was inserted. PostgreSQL only.
+            the answer if the record was inserted, else None; the row, None if somebody is inserting it; the clock.
         """
-        _, fresh = judge(None, 0.0)
-        if fresh is None:
-            return None
+        fresh = _made(judge(None, 0.0)[1])
         params = {"key": fresh.key, **rows.values_of(fresh, 0, ""), **rows.later(None, fresh)}
-        found, _ = call.execute("claim", params)
-        if not found:
-            return None
-        *values, now, inserted = found[0]
-        return rows.read_row(values), now, inserted
+        *values, now, inserted = call.execute("claim", params)[0][0]
+        if not inserted:
+            return None, None if values[0] is None else rows.read_row(values), now
+        answer, written = judge(None, now)
+        fresh = _made(written)
+        return answer, Row(fresh, fresh.fence, rows.store_notes(fresh.notes, {})), now
 
     def change(
         self,
@@ -197,3 +196,10 @@ class GuardedRows:
         if recent is not None and recent.record.token == claim.token and (row is None or recent.rev > row.rev):
             return recent
         return row
+
+
+def _made(record: Record | None) -> Record:
+    """What a claim makes of no record, which is always a record."""
+    if record is None:
+        raise ValueError("a claim on no record must make one")
+    return record

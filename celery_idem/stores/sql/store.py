@@ -38,6 +38,8 @@ PATIENCE = 0.1
 PAGE = 100
 """Records one statement of ``find`` reads, bodies and all."""
 
+_PARKED = frozenset({Answer.HELD, Answer.NOT_DUE})
+
 
 class SQLStore:
     """Records in one table of SQLite or PostgreSQL.
@@ -71,13 +73,11 @@ class SQLStore:
 
         with self._database.call() as call:
             first = None
-            taken = None if self._database.sqlite else self._rows.take(call, judge)
-            if taken is not None:
-                row, now, inserted = taken
-                if inserted:
-                    claim = decide.claim_of(row.record, operation, lease, ttl)
-                    return Decision(row.record.answer, replace(claim, seen=row), row.record, now)
-                first = row, now
+            if not self._database.sqlite:
+                taken, row, now = self._rows.take(call, judge)
+                if taken is not None:
+                    return _with_row(taken, row)
+                first = None if row is None else (row, now)
             # SQLite locks the whole file for each commit: meeting a lock there says nothing about this record.
             patience = self._database.timeout if self._database.sqlite else PATIENCE
             try:
@@ -86,16 +86,9 @@ class SQLStore:
                 if locked.row is None:
                     raise
                 return Decision(Answer.HELD, None, locked.row.record, locked.now)
-        return self._with_row(decision, after)
-
-    def _with_row(self, decision: Decision, row: Row | None) -> Decision:
-        """The decision with what its claim, or a park or settle to come, needs to write at once."""
-        claim = decision.claim
-        if row is None:
-            return decision
-        if decision.answer in {Answer.HELD, Answer.NOT_DUE} or (claim is not None and claim.right):
-            self._rows.remember(row)
-        return decision if claim is None else replace(decision, claim=replace(claim, seen=row))
+        if after is not None and (decision.answer in _PARKED or (decision.claim is not None and decision.claim.right)):
+            self._rows.remember(after)  # for the park or the settling to come
+        return _with_row(decision, after)
 
     def complete(self, claim: Claim, outcome: Outcome, *, connection: Any = None) -> Ended:
         """See ``Store.complete``."""
@@ -296,6 +289,16 @@ class SQLStore:
     def close(self) -> None:
         """See ``Store.close``."""
         self._database.close()
+
+
+def _with_row(decision: Decision, row: Row | None) -> Decision:
+    """The decision, its claim remembering the row it can end in one step."""
+    claim = decision.claim
+    if claim is None or row is None:
+        return decision
+    operation, fence, answer, attempts = claim.operation, claim.fence, claim.answer, claim.attempts
+    seen = Claim(operation, fence, answer, attempts, claim.lease, claim.ttl, claim.unknown, claim.right, row)
+    return Decision(decision.answer, seen, decision.record, decision.now)
 
 
 def _would_have_been_renewed(claim: Claim, row: Row | None, now: float) -> bool:
