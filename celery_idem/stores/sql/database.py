@@ -7,7 +7,6 @@ to the driver's cursor on a pooled autocommit connection: Core's own execution c
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import os
 import random
@@ -16,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from sqlalchemy import create_engine, event, make_url
-from sqlalchemy.engine import URL, Connection, Engine
+from sqlalchemy import create_engine, event
+from sqlalchemy.engine import Connection, Engine
 
 from celery_idem.errors import ConfigurationError, StoreError
 from celery_idem.stores.sql import schema
@@ -33,6 +32,7 @@ from celery_idem.stores.sql.failures import (
     unavailable,
 )
 from celery_idem.stores.sql.forking import sqlite_gate
+from celery_idem.stores.sql.opening import Attempt, in_memory, parsed, with_driver
 from celery_idem.stores.sql.watchdog import watchdog
 
 SQLITE_BUSY = 0.1
@@ -49,12 +49,12 @@ class Database:
     ) -> None:
         self.timeout = timeout
         self._given = None if isinstance(url, str) else url
-        self._url = _with_driver(make_url(url)) if isinstance(url, str) else url.url
+        self._url = with_driver(parsed(url)) if isinstance(url, str) else url.url
         self._options = options
         self.name = self._url.get_backend_name()
         if self.name not in {"sqlite", "postgresql"}:
             raise ConfigurationError(f"idempotency_store: no SQL store on {self.name}: use postgresql:// or sqlite:///")
-        if self.name == "sqlite" and _in_memory(self._url):
+        if self.name == "sqlite" and in_memory(self._url):
             raise ConfigurationError("idempotency_store: use memory://, or name a file: sqlite:///path")
         # The file is on this host, so is its clock.
         self.clock = time.time if clock is None and self.name == "sqlite" else clock
@@ -139,7 +139,7 @@ class Database:
         deadline = getattr(self._connecting, "deadline", None)
         if deadline is None:
             return None  # the caller's own use of an engine given to us
-        attempt = _Attempt(lambda: dialect.connect(*arguments, **options))
+        attempt = Attempt(lambda: dialect.connect(*arguments, **options))
         connection = attempt.result(deadline)
         # SQLAlchemy's first questions to a server are statements too.
         self._connecting.tickets.append(watchdog().watch(connection, deadline))
@@ -201,13 +201,14 @@ class Database:
         while True:
             with self.call() as call:
                 try:
-                    call.use(schema.create, writes=True)
+                    return call.once(schema.create)
                 except (Locked, Again):
                     call.drop()
                     if time.monotonic() > deadline:
                         raise
-                else:
-                    return
+                except BaseException:
+                    call.drop()  # it may be in the middle of the transaction
+                    raise
             time.sleep(random.uniform(0.005, 0.05))  # noqa: S311
 
 
@@ -245,6 +246,10 @@ class Call:
     def use(self, work: Callable[[Connection], T], *, writes: bool) -> T:
         """Run something longer on the connection, within the deadline."""
         return self._repeated(work, {}, writes=writes)
+
+    def once(self, work: Callable[[Connection], T]) -> T:
+        """Run a transaction of its own on the connection, never repeated here."""
+        return self._send(work, writes=True)
 
     def _repeated(self, send: Callable[[Connection], T], params: dict[str, Any], *, writes: bool) -> T:
         """Send; again on a fresh connection if the pooled one was stale, for every verb may be repeated."""
@@ -341,44 +346,6 @@ class JoinedCall(Call):
         """Leave the connection with its owner."""
 
 
-class _Attempt:
-    """A driver connection being made in a thread; one that comes too late is closed there."""
-
-    def __init__(self, connect: Callable[[], Any]) -> None:
-        self._connect = connect
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._connection: Any = None
-        self._error: BaseException | None = None
-        self._abandoned = False
-        threading.Thread(target=self._run, name="celery_idem connect", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            connection = self._connect()
-        except BaseException as error:  # noqa: BLE001  raised where the connection was asked for
-            self._error = error
-        else:
-            with self._lock:
-                self._connection = connection
-                abandoned = self._abandoned
-            if abandoned:
-                with contextlib.suppress(Exception):
-                    connection.close()
-        self._over.set()
-
-    def result(self, deadline: float) -> Any:
-        """Return the connection, or raise what went wrong, at the latest at ``deadline``."""
-        self._over.wait(max(0.0, deadline - time.monotonic()))
-        with self._lock:
-            self._abandoned = self._connection is None
-        if self._error is not None:
-            raise self._error
-        if self._abandoned:
-            raise TimeoutError("no connection in time")
-        return self._connection
-
-
 def _broken(connection: Connection, driver: Any, error: BaseException) -> bool:
     """Whether the driver's connection leads nowhere any more."""
     if getattr(driver, "closed", False) or getattr(driver, "broken", False):
@@ -398,15 +365,3 @@ def _closer(engines: dict[int, Engine]) -> Callable[[], None]:
 def _full_sync(driver: Any, _record: Any) -> None:
     """A commit is on the disk before it is answered: a claim that a power cut takes back is a second run."""
     driver.execute("PRAGMA synchronous=FULL").close()
-
-
-def _with_driver(url: URL) -> URL:
-    """``postgresql://`` means psycopg 3 to SQLAlchemy 2.1 and psycopg2 to 2.0: take what is installed."""
-    if url.drivername == "postgresql":
-        found = importlib.util.find_spec("psycopg2") is not None
-        return url.set(drivername="postgresql+psycopg2" if found else "postgresql+psycopg")
-    return url
-
-
-def _in_memory(url: URL) -> bool:
-    return not url.database or ":memory:" in url.database or url.query.get("mode") == "memory"
