@@ -2,6 +2,7 @@
 #
 #   make demo [ARGS="--broker redis --store postgresql"]    see it work
 #   make test    the whole suite, on real servers it starts itself      make unit    what needs no server
+#   make campaigns   long runs that print a table each: kills, outage, floor (the cost over the bare driver)
 #   make check   what CI runs: lint, types, test                        make clean   remove what was built here
 #   make guarantees   write docs/reference/guarantees.md from a run of the tests it names
 
@@ -21,7 +22,7 @@ DEMO_SERVERS := $(strip $(if $(findstring redis,$(ARGS)),redis-server) \
 DEMO_SPEC := .$(if $(DEMO_NAME),[$(DEMO_NAME)])
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit check guarantees lint types bench services clean
+.PHONY: help demo test unit check guarantees lint types campaigns kills outage floor services clean
 
 help:
 	@sed -n '3,$${/^#/!q; s/^# \{0,1\}//; p;}' Makefile
@@ -52,8 +53,10 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-bench: $(VENV)/.dev services
-	$(BIN)/python -m tests.campaigns.floor $(ARGS)
+campaigns: kills outage floor
+
+kills outage floor: $(VENV)/.dev services
+	$(BIN)/python -m tests.campaigns.$@ $(ARGS)
 
 services:
 	@scripts/install-services

@@ -16,13 +16,14 @@ from celery import Celery, bootsteps
 
 from celery_idem.core.codec import NotKept
 from celery_idem.core.engine import Engine
-from celery_idem.core.events import Emitter, Event
+from celery_idem.core.events import Emitter
 from celery_idem.core.heartbeat import Heartbeat
 from celery_idem.core.local_cache import LocalCache
 from celery_idem.core.policy import Policy
 from celery_idem.core.records import Kind
 from celery_idem.core.settings import PREFIX, Settings
 from celery_idem.errors import ConfigurationError, StoreUnavailable
+from celery_idem.outbox import Outbox
 from celery_idem.stores.base import Store, open_store
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Runtime:
 
     def __init__(self, app: Celery) -> None:
         self.app = app
-        self.emit = Emitter(self._send_worker_event)
+        self.emit = Emitter(Outbox(app))
         self._settings: Settings | None = None
         self._store: Store | None = None
         self._heartbeat: Heartbeat | None = None
@@ -188,12 +189,6 @@ class Runtime:
             self._heartbeat.stop()
         if self._store is not None:
             self._store.close()
-
-    def _send_worker_event(self, event: Event) -> None:
-        if self.app.conf.worker_send_task_events:
-            name = f"idem-{event.name.value.lower().replace('_', '-')}"
-            with self.app.events.default_dispatcher() as dispatcher:
-                dispatcher.send(name, **event.fields)
 
 
 class CheckStore(bootsteps.StartStopStep):

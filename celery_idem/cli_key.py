@@ -96,7 +96,7 @@ class Duration(ParamType):
 class Unlisted(click.Argument):
     """An argument that the command's own text explains."""
 
-    def get_help_record(self, _ctx: click.Context) -> None:
+    def get_help_record(self, _ctx: click.Context) -> None:  # type: ignore[override]  # click's own return
         """Not among the options."""
 
 

@@ -207,6 +207,8 @@ class _ThreadAim:
     def withdraw(self) -> None:
         self.settle()
         _throw_in(self._ident, None)
+        if sys.version_info < (3, 13):
+            _calm(self._ident)
 
 
 class _GreenletAim:
@@ -267,6 +269,32 @@ def _throw_in(ident: int, error: type[BaseException] | None) -> None:
     """Have the thread raise ``error`` at its next bytecode, or take back one it has not raised yet (None)."""
     if _set_async_exc is not None:
         _set_async_exc(ident, error)
+
+
+class _Calm(BaseException):
+    """Strikes the thread that threw it, and never leaves ``_calm``."""
+
+
+def _calm(ident: int) -> None:
+    """End the alert that an exception taken back leaves behind; called by the thread itself.
+
+    Before Python 3.13 the interpreter goes on looking for it: every check for signals takes the long way, and a frame
+    under a trace function (a debugger, a coverage run) spins for ever. One that strikes ends the alert.
+    """
+    other: BaseException | None = None
+    with suppress(_Calm), soft_limit_held():
+        while True:
+            try:
+                _throw_in(ident, _Calm)
+                for _ in range(1000):  # it strikes at the first turn
+                    pass
+                break
+            except _Calm:
+                break
+            except BaseException as error:  # noqa: BLE001  somebody's signal handler; ours is still on its way
+                other = error
+    if other is not None:
+        raise other
 
 
 def _in_main_thread() -> bool:

@@ -115,6 +115,15 @@ def _expires(request: Any, parked: Parked) -> str | None:
     return None if expires is None else str(expires if isinstance(expires, str) else expires.isoformat())
 
 
+SILENCE = 10.0
+"""Seconds one answer of the broker is waited for; Celery's publish policy multiplies it by its retries."""
+BOUNDED = {
+    "amqp": {"read_timeout": SILENCE, "write_timeout": SILENCE},
+    "redis": {"socket_timeout": SILENCE, "socket_connect_timeout": SILENCE},
+}
+"""Per transport, what ends a publish that a silent broker never confirms; the user's own options win."""
+
+
 @contextmanager
 def confirmed_producer(app: Celery) -> Iterator[Any]:
     """A pooled producer whose publish returns only when the broker has the message.
@@ -123,7 +132,8 @@ def confirmed_producer(app: Celery) -> Iterator[Any]:
     """
     runtime = runtime_of(app)
     if runtime.confirming is None:
-        options = {**(app.conf.broker_transport_options or {}), "confirm_publish": True}
+        driver = app.connection_for_write().transport.driver_type
+        options = {**BOUNDED.get(driver, {}), **(app.conf.broker_transport_options or {}), "confirm_publish": True}
         runtime.confirming = app.connection_for_write(transport_options=options)
     pool = pools.producers[runtime.confirming]  # kombu empties it after a fork
     with pool.acquire(block=True, timeout=app.conf.broker_pool_acquire_timeout) as producer:

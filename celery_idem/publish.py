@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from celery_idem.core import keys
@@ -33,6 +34,8 @@ PARK_HEADER = "idempotency_park"
 NOT_COPIED = (PARK_HEADER, "redelivered", "x-death", "x-first-death-", "x-last-death-")
 """Beginnings of headers that belong to one copy: ours, kombu's Redis mark, RabbitMQ's dead-letter history."""
 STAMP_VERSION = 1
+MOST = 2**31
+"""Generations and counts stay below this; more is garbage, and no store could keep it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +87,20 @@ def read_parked(headers: Mapping[str, Any]) -> Parked:
     """What the headers say about parking; garbage counts as never parked."""
     facts = _json(headers.get(PARK_HEADER))
     with suppress(KeyError, TypeError, ValueError, OverflowError):
-        expires = facts.get("expires")
-        return Parked(int(facts["generation"]), int(facts["count"]), expires if isinstance(expires, str) else None)
+        generation, count, expires = int(facts["generation"]), int(facts["count"]), facts.get("expires")
+        if not (0 <= generation < MOST and 0 <= count < MOST):
+            return Parked()
+        with suppress(TypeError, ValueError):
+            moment(expires)
+            return Parked(generation, count, expires)
+        return Parked(generation, count)
     return Parked()
+
+
+def moment(expires: Any) -> datetime:
+    """An expiry header as an aware time; ``ValueError`` or ``TypeError`` where it is none."""
+    parsed = datetime.fromisoformat(expires.replace("Z", "+00:00") if isinstance(expires, str) else expires)
+    return parsed if parsed.tzinfo else parsed.replace(tzinfo=timezone.utc)
 
 
 def derive(
@@ -104,6 +118,7 @@ def derive(
         NoCanonicalForm: an argument has none, and the key or fingerprint needs it; under the message's id alone
             there is simply no fingerprint.
     """
+    _storable(message_id)
     source = keys.KeySource.parse(policy.key)
     call = keys.bind(task.run, args, kwargs)
     digest = source.digest(message_id=message_id, call=call, explicit=explicit)
@@ -159,7 +174,11 @@ def operation_of(
     depth = int(request.replaced_task_nesting or 0)
     name = policy.name or task.name
     parked = read_parked(request.headers or {})
-    generation = int(request.retries or 0)
+    generation = request.retries or 0
+    if not isinstance(generation, int) or not 0 <= generation < MOST:
+        raise ConfigurationError(
+            f"{task.name}[{request.id}] says retries={generation!r}: send it with a count of retries"
+        )
     return Operation(
         key=keys.effective_key(runtime.namespace, scope, name, depth, stamp.key),
         delivery=Delivery(
@@ -175,6 +194,15 @@ def operation_of(
         scope=keys.scope_hash(scope) if scope else "",
         fingerprint=stamp.fingerprint,
     )
+
+
+def _storable(message_id: str | None) -> None:
+    try:
+        if message_id is None or "\0" not in message_id.encode().decode():
+            return
+    except UnicodeEncodeError:
+        pass
+    raise KeyMissing(f"task_id={message_id!r} holds a character no store can keep: use plain text")
 
 
 def check_task(task: IdempotentTask, policy: Policy) -> None:

@@ -1,7 +1,7 @@
 """Celery's signals, where a claim that stayed open is ended: only after Celery told everybody.
 
 ``task_success`` and ``task_failure`` come after the result, links, errbacks and chord part are out; ``task_postrun``
-always comes, and closes what neither of them did. Each message's ``_Delivery`` hangs on its request.
+always comes, and closes what neither of them did. Each message's ``Delivering`` hangs on its request.
 """
 
 from __future__ import annotations

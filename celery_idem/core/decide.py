@@ -145,8 +145,9 @@ def decide_release(
     if record.state is State.RELEASED:
         return Ended.RELEASED, None
     delivery = claim.operation.delivery
-    note, notes = record.note(delivery.message_id), record.notes
+    note, notes, stays = record.note(delivery.message_id), record.notes, max(claim.ttl, DAY)
     if reason is Release.RETRY and successor is not None:
+        stays = max(stays, successor.delay + GRACE)
         note = replace(note, successor=(successor.generation, now + successor.delay))
         notes = _noted(notes, delivery.message_id, note, now)
     elif reason is Release.ENDED:
@@ -158,7 +159,7 @@ def decide_release(
         attempts=0,
         unknown=record.unknown or reason is Release.INTERRUPTED,
         lease_expires_at=now,
-        expires_at=now + max(claim.ttl, DAY),
+        expires_at=now + stays,
         notes=notes,
     )
 

@@ -146,6 +146,7 @@ class Engine:
         value_unread: bool = False,
         observe: bool = False,
         on_claimed: Callable[[], None] = lambda: None,
+        hopeless: Callable[[Decision], bool] = lambda _: False,
     ) -> RunResult:
         """Like ``run``, but the caller reports a CONFLICT or a ``StoreError``, and ends what stays open.
 
@@ -158,6 +159,7 @@ class Engine:
             value_unread: nobody will ever read the value, so None may be stored in its place.
             observe: run the body whatever the answer, and say what enforcing would have done.
             on_claimed: called before the body starts.
+            hopeless: asked at every HELD; true ends the wait at once.
 
         Returns:
             ``error`` is what the body or its first run raised; ``claim`` is still open, to be ended with ``release``,
@@ -168,7 +170,7 @@ class Engine:
             return self._replay(operation, Decision(Answer.COMPLETED, None, cached), local=True)
         attempt = _Attempt()
         try:
-            self._claim(operation, attempt, observe=observe)
+            self._claim(operation, attempt, hopeless, observe=observe)
             decision = attempt.decision
             if decision is None:
                 return self._unprotected(operation, body)
@@ -229,7 +231,9 @@ class Engine:
 
     # --- claim and wait --------------------------------------------------------------------------------------------
 
-    def _claim(self, operation: Operation, attempt: _Attempt, *, observe: bool) -> None:
+    def _claim(
+        self, operation: Operation, attempt: _Attempt, hopeless: Callable[[Decision], bool], *, observe: bool
+    ) -> None:
         """Ask until the answer is not HELD, at most ``wait_timeout`` seconds; past a dead holder at once.
 
         No decision is left where the store is down and the policy says to run all the same.
@@ -241,24 +245,25 @@ class Engine:
         while True:
             try:
                 self._ask(operation, attempt, dead_fence, hold)
-            except StoreUnavailable as error:
-                if fail_closed:
+            except StoreError as error:
+                # fail_open answers an outage; a record that cannot be read may well be that of a first run.
+                if fail_closed or not (observe or isinstance(error, StoreUnavailable)):
                     raise
                 self.emit(EventName.RAN_UNPROTECTED, operation, error=str(error))
                 attempt.decision = None
                 return
-            held_by = None if attempt.decision is None else attempt.decision.held_by
-            if held_by is None:
+            decision = attempt.decision
+            if decision is None or decision.answer is not Answer.HELD:
                 return
-            fence, held_for, _ = held_by
+            fence, held_for, _ = decision.held_by or (0, "", 0.0)  # nobody: a transaction has the record for a moment
             if self._dead_check and dead_fence != fence and holder.provably_dead(held_for):
                 dead_fence = fence
                 continue
             left = give_up - time.monotonic()
-            if left <= 0:
+            if left <= 0 or hopeless(decision):
                 return
             if not waited:
-                self.emit(EventName.IN_FLIGHT_WAIT, operation, fence=fence, held_by=held_for)
+                self.emit(EventName.IN_FLIGHT_WAIT, operation, fence=fence or None, held_by=held_for or None)
                 waited = True
             time.sleep(min(next(polls, POLLS[-1]), left))
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from celery_idem.core.events import Emitter, EventName
 from celery_idem.core.records import Claim, Release, Renewal, Successor
-from celery_idem.errors import StoreError
+from celery_idem.errors import StoreError, StoreUnavailable
 from celery_idem.interrupt import soft_limit_held
 from celery_idem.stores.base import Store
 
@@ -174,7 +174,12 @@ class Heartbeat:
             self._leftovers = [left for left in self._leftovers if left.until > now]
             leftovers = list(self._leftovers)
         for left in leftovers:
-            self._store.release(left.claim, left.reason, successor=left.successor)  # no answer: all stay for later
+            try:
+                self._store.release(left.claim, left.reason, successor=left.successor)
+            except StoreUnavailable:
+                raise  # all stay for later
+            except StoreError as error:  # this one alone cannot be given back
+                logger.warning("a claim of %s was not given back: %s", left.claim.key, error)
             with self._changed:
                 self._leftovers.remove(left)
 

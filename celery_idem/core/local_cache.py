@@ -41,8 +41,11 @@ class LocalCache:
         return None if stale or noted or (differs and not same) else record
 
     def put(self, record: Record, now: float) -> None:
-        """Keep a completed record read at ``now`` by the store's clock; an entry's life is never prolonged."""
-        if not self._entries:
+        """Keep a completed record read at ``now`` by the store's clock; an entry's life is never prolonged.
+
+        A record that does not show every note is not kept: a message whose attempt ended must not be answered by it.
+        """
+        if not self._entries or record.others:
             return
         until = time.monotonic() + min(LIFE, max(0.0, record.expires_at - now))
         with self._lock:

@@ -186,6 +186,8 @@ class Record:
     notes: Mapping[str, Note] = field(default_factory=dict)
     """Per message id. An answer of ``claim`` may carry only the caller's own note."""
     record_version: int = RECORD_VERSION
+    others: bool = field(default=False, compare=False)
+    """Other messages may have notes that this copy of the record does not show."""
 
     def note(self, message_id: str) -> Note:
         """The message's note, or the blank one."""

@@ -220,14 +220,14 @@ class Run:
         return None
 
     def _verified(self, verify: Callable[[RunContext], Any]) -> Any:
-        try:
-            with self.guard:
-                known = verify(self.context)
-        except Exception as error:  # noqa: BLE001  whatever verify raised, the outcome stays unknown
-            self._tell(EventName.UNKNOWN_OUTCOME, error=repr(error))
-            return None
-        if not isinstance(known, (Happened, NotHappened)):
-            self._tell(EventName.UNKNOWN_OUTCOME, error=f"verify returned {known!r}, not Happened or NotHappened")
+        with self.guard:
+            known, error = call(verify, self.context)
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        if error is not None:
+            self._tell(EventName.VERIFY_FAILED, error=repr(error))
+        elif not isinstance(known, (Happened, NotHappened)):
+            self._tell(EventName.VERIFY_FAILED, error=f"verify returned {known!r}, not Happened or NotHappened")
         return known
 
     def _fail(self, failure: Exception) -> RunResult:

@@ -1,7 +1,8 @@
 """The claim store: the protocol every store fulfils, and its rules.
 
 S1  The store's clock, read when the record is held, judges leases and expiry; a worker's clock judges nothing.
-S2  A fence is max(previous + 1, the store's clock in microseconds): it grows per key, also after expiry or purge.
+S2  A fence is max(previous + 1, the store's clock in microseconds): it grows from claim to claim of a key,
+    also after expiry or purge; a right to continue has one above its record's.
 S3  An old token changes nothing and is told so (``Ended.LOST``, ``Renewal.LOST``).
 S4  A body that fails its checksum still proves completion; a record of a newer version is never overwritten.
 S5  ``expires_at`` moves with every renewal; a live claim never expires; a tombstone stays at least a day.
@@ -67,7 +68,7 @@ class Store(Protocol):
         """
 
     def release(self, claim: Claim, reason: Release, *, successor: Successor | None = None) -> Ended:
-        """RELEASED if the key is free, COMPLETED if this token had completed it, LOST if it is somebody else's."""
+        """RELEASED if this token freed the key, COMPLETED if it had completed it, LOST if the record is not its own."""
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, Renewal]:
         """What became of each lease, by token; one round trip for all of them."""

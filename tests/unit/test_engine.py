@@ -624,6 +624,48 @@ def test_the_local_cache_never_answers_a_message_that_continues(bench: Any) -> N
     b.engine.settle(result.claim)
 
 
+def test_the_local_cache_keeps_no_record_that_hides_notes(bench: Any) -> None:
+    from dataclasses import replace
+
+    store = Silent(MemoryStore())
+    b = bench(store=store, cache=LocalCache(10))
+    b.engine.run(op(message="M"), b.body("v"))
+    record = store.store.get(key_for("order:1"))
+    store.store._records[record.key] = replace(record, others=True)
+    b.engine.run(op(message="N"), b.body())
+    asked = len(store.calls)
+    b.engine.run(op(message="O"), b.body())
+    assert len(store.calls) > asked
+
+
+def test_verify_sees_its_run(bench: Any) -> None:
+    b, seen = bench(), []
+    lapse(b)
+    b.engine.attempt(op(), b.body(), verify=lambda context: seen.append((current(), context)) or NotHappened())
+    assert seen[0][0] is seen[0][1]
+    assert current() is None
+
+
+def test_a_record_that_a_transaction_holds_for_a_moment_is_waited_for(bench: Any) -> None:
+    from celery_idem.core.records import Answer, Decision
+
+    store = Silent(MemoryStore())
+    b = bench(Policy(wait_timeout=5), store=store)
+    real, answers = store.store.claim, [Decision(Answer.HELD), Decision(Answer.HELD)]
+    store.store.claim = lambda *a, **k: answers.pop() if answers else real(*a, **k)
+    assert b.engine.run(op(), b.body()).status is Status.EXECUTED
+
+
+def test_one_claim_that_cannot_be_given_back_holds_up_no_other(bench: Any) -> None:
+    store = Silent(MemoryStore())
+    b = bench(store=store)
+    claims = [store.store.claim(op(key=f"order:{n}"), lease=60, ttl=60).claim for n in (1, 2)]
+    store.fail("release", RecordCorrupt("garbage"))
+    for claim in claims:
+        b.heartbeat.release_later(claim, Release.YIELDED)
+    wait_until(lambda: store.store.get(key_for("order:2")).state is State.RELEASED, 10, "the other claim to be free")
+
+
 def test_the_local_cache_leaves_a_mismatch_to_the_store(bench: Any) -> None:
     b = bench(cache=LocalCache(10))
     b.engine.run(op(message="M", fingerprint="a" * 64), b.body("v"))

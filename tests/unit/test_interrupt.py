@@ -510,6 +510,7 @@ def test_a_body_does_not_begin_once_its_lease_is_lost(where: Callable[[Callable[
 def test_a_second_interrupt_wakes_and_does_not_strike_again(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[object] = []
     monkeypatch.setattr(interrupt, "_throw_in", lambda _ident, error: sent.append(error))
+    monkeypatch.setattr(interrupt, "_calm", lambda _ident: None)
     monkeypatch.setattr(interrupt.signal, "pthread_kill", lambda _ident, number: sent.append(number))
     guard = Guard()
     with pytest.raises(LeaseLost), guard:
@@ -797,24 +798,30 @@ class TestHeld:
         """Fire at random moments around the block: each time it raises exactly once, and never inside."""
         for number in range(RACES // 4):
             rng = random.Random(number)
-            go = threading.Event()
+            # Plain lists: what threading offers is Python code, which a signal's exception may leave half done.
+            started: list[int] = []
+            shot: list[int] = []
 
-            def shoot(go: threading.Event = go, rounds: int = rng.randrange(400)) -> None:
-                go.wait(DEADLINE)
+            def shoot(started: list[int] = started, shot: list[int] = shot, rounds: int = rng.randrange(400)) -> None:
+                while not started:
+                    pass
                 spin(rounds)
                 fire()
+                shot.append(1)
 
             thread = threading.Thread(target=shoot, daemon=True)
             thread.start()
             inside = raised = False
+            until = time.monotonic() + DEADLINE
             try:
-                go.set()
+                started.append(1)
                 spin(rng.randrange(100))
                 with soft_limit_held():
                     inside = True
                     spin(rng.randrange(400))
                     inside = False
-                thread.join(DEADLINE)
+                while not shot and time.monotonic() < until:
+                    pass
                 spin(100)
             except SoftLimit:
                 raised = True
@@ -986,3 +993,35 @@ def test_in_a_child_of_the_real_pool() -> None:
     assert [outcome for outcome, _ in results] == expected
     assert [outcome for outcome, _ in held] == ["passed, fired=True", "raised, stored=True"]
     assert len({pid for _, pid in results + held}) == 1
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("thread", ["main", "other"])
+def test_a_strike_taken_back_leaves_a_thread_that_can_be_traced(thread: str) -> None:
+    """Before Python 3.13 the interpreter stayed on the alert, and a traced frame span for ever."""
+    done: list[str] = []
+
+    def traced() -> None:
+        done.append("ran")
+
+    def work() -> None:
+        with pytest.raises(LeaseLost), Guard() as guard:
+            striker = threading.Thread(target=guard.interrupt)
+            striker.start()
+            while True:
+                time.sleep(0.01)
+        striker.join()
+        before = sys.gettrace()
+        sys.settrace(lambda *_: None)
+        try:
+            traced()
+        finally:
+            sys.settrace(before)
+
+    if thread == "main":
+        work()
+    else:
+        other = threading.Thread(target=work)
+        other.start()
+        other.join(10)
+    assert done == ["ran"]

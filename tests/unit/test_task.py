@@ -594,6 +594,150 @@ def test_a_run_that_was_overtaken_hands_on_the_other_runs_value(shop: Shop) -> N
     assert shop.names() == ["NEW", "LEASE_RECLAIMED_LOSS", "REPLAYED"]
 
 
+def overtaken(shop: Shop, key: str) -> None:
+    """Another worker takes the key from the running body, and dies."""
+    from dataclasses import replace
+
+    record = shop.store.get(key)
+    assert record is not None
+    shop.store._records[key] = replace(record, token="f" * 32, fence=record.fence + 1, lease_expires_at=0.0)
+
+
+def test_a_body_that_changes_its_arguments_changes_no_later_delivery(shop: Shop) -> None:
+    amounts: list[int] = []
+
+    def body(self: Any, order: dict[str, int]) -> str:
+        amounts.append(order["amount"])
+        order["amount"] += 10
+        if len(amounts) == 1:
+            overtaken(shop, self.idempotency.key)
+        return "paid"
+
+    charge = charge_task(shop, body=body)
+    assert shop.deliver(shop.send(charge, {"amount": 50})).value == "paid"
+    assert amounts == [50, 50]
+
+
+def test_a_retry_of_a_body_that_changed_its_arguments_stays_the_same_operation(shop: Shop) -> None:
+    @shop.task(name="pay", bind=True, idempotency=Policy(key=["order.id"]))
+    def pay(self: Any, order: dict[str, Any]) -> str:
+        order["id"] = f"normalised {order['id']}"
+        self.request.args[0]["id"] = order["id"]
+        if self.request.retries == 0:
+            raise self.retry(countdown=0)
+        return "paid"
+
+    bare = {k: v for k, v in shop.send(pay, {"id": 7}).items() if not k.startswith("idempotency_")}
+    assert shop.deliver(bare).state == "RETRY"
+    (successor,) = shop.messages()
+    shop.deliver(successor)
+    (record,) = shop.store.find()
+    assert record.generation == 1
+
+
+def test_a_soft_limit_after_a_lost_lease_parks(shop: Shop, monkeypatch: Any) -> None:
+    from celery.exceptions import SoftTimeLimitExceeded
+
+    def body(self: Any, n: int) -> str:
+        from dataclasses import replace
+
+        record = shop.store.get(self.idempotency.key)
+        assert record is not None
+        shop.store._records[record.key] = replace(record, token="f" * 32, fence=record.fence + 1)
+        monkeypatch.setattr("celery_idem.core.engine.time.sleep", raising(SoftTimeLimitExceeded()))
+        return "mine"
+
+    charge = charge_task(shop, Policy(wait_timeout=5), body)
+    assert shop.deliver(shop.send(charge, 1)).state == "IGNORED"
+    assert shop.terminal() == ["NEW", "PARKED"]
+
+
+def test_a_parked_message_keeps_its_expiry_when_it_retries(shop: Shop) -> None:
+    charge = charge_task(shop, body=retrying)
+    message = shop.send(charge, 1, expires=datetime.now(timezone.utc) + timedelta(seconds=300))
+    hold(shop, charge, message)
+    shop.deliver(message)
+    (parked,) = shop.messages()
+    shop.clock.advance(61)
+    assert shop.deliver(parked).state == "RETRY"
+    (successor,) = shop.messages()
+    assert datetime.fromisoformat(successor["expires"]) == datetime.fromisoformat(message["expires"])
+
+
+def test_a_copy_that_will_be_dropped_does_not_wait_for_it(make_shop: Any, monkeypatch: Any) -> None:
+    shop = make_shop()
+    charge = charge_task(shop, Policy(wait_timeout=30))
+    message = shop.send(charge, 1)
+    hold(shop, charge, message)
+    shop.store.note_parked(next(shop.store.find()).key, message["id"], 0, 2)
+    monkeypatch.setattr("celery_idem.core.engine.time.sleep", raising(AssertionError("it waited")))
+    assert shop.deliver(message).state == "IGNORED"
+    assert shop.terminal() == ["OVER"]
+
+
+@pytest.mark.parametrize("retries", [-1, 2**31, 10**17, "1", 1.5])
+def test_a_garbage_count_of_retries_fails_the_message_and_leaves_the_key_alone(shop: Shop, retries: Any) -> None:
+    charge = charge_task(shop)
+    delivered = shop.deliver(shop.send(charge, 1), retries=retries)
+    assert isinstance(delivered.value, ConfigurationError)
+    assert list(shop.store.find()) == []
+
+
+@pytest.mark.parametrize("task_id", ["a\0b", "a\ud800b"])
+def test_a_task_id_no_store_can_keep_is_refused_before_publishing(shop: Shop, task_id: str) -> None:
+    with pytest.raises(KeyMissing, match="task_id"):
+        charge_task(shop).apply_async((1,), task_id=task_id)
+
+
+@pytest.mark.parametrize("expires", ["garbage", "", 7, None, []])
+def test_a_garbage_expiry_of_a_parked_copy_counts_as_none(shop: Shop, expires: Any) -> None:
+    charge = charge_task(shop)
+    park = json.dumps({"generation": 0, "count": 1, "expires": expires})
+    assert shop.deliver(shop.send(charge, 1), idempotency_park=park).state == "SUCCESS"
+
+
+def test_started_that_cannot_be_stored_stops_no_body(make_shop: Any, monkeypatch: Any) -> None:
+    shop = make_shop(task_track_started=True)
+    charge = charge_task(shop)
+    shop.deliver(shop.send(charge, 1))
+    real = charge.backend.store_result
+
+    def broken(task_id: str, result: Any, state: str, **more: Any) -> Any:
+        if state == "STARTED":
+            raise OSError("backend is gone")
+        return real(task_id, result, state, **more)
+
+    monkeypatch.setattr(charge.backend, "store_result", broken)
+    assert shop.deliver(shop.send(charge, 2)).state == "SUCCESS"
+
+
+def test_an_unreadable_record_is_parked_under_fail_open_and_run_in_observe(make_shop: Any) -> None:
+    from celery_idem import RecordCorrupt
+
+    class Corrupt(Down):
+        def __getattr__(self, verb: str) -> Any:
+            return raising(RecordCorrupt("garbage"))
+
+    for settings, state in (
+        ({"idempotency_storage_policy": "fail_open"}, "IGNORED"),
+        ({"idempotency_mode": "observe"}, "SUCCESS"),
+    ):
+        shop = make_shop(**settings)
+        charge = charge_task(shop)
+        message = shop.send(charge, 1)
+        runtime_of(shop.app)._store = Corrupt()  # type: ignore[assignment]
+        assert shop.deliver(message).state == state
+        assert shop.terminal() == ["PARKED" if state == "IGNORED" else "RAN_UNPROTECTED"]
+
+
+def test_an_eager_call_takes_an_explicit_key(make_shop: Any) -> None:
+    shop = make_shop(task_always_eager=True)
+    charge = charge_task(shop)
+    charge.apply((1,), idempotency_key="order:7")
+    charge.apply_async((2,), idempotency_key="order:7")
+    assert len(charge.runs) == 1
+
+
 # --- modes, direct calls, eager -------------------------------------------------------------------
 
 

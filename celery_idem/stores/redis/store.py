@@ -8,6 +8,7 @@ layout that of rows.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from celery_idem.core.decide import kept as seconds_kept
@@ -84,6 +85,8 @@ class RedisStore:
         if how == b"TAKEN":
             return _taken(operation, answer, now, lease, ttl, reply[3:])
         record = self._answered(operation, answer, reply[3])
+        if record is not None and reply[4] == b"1":
+            record = replace(record, others=True)
         claim = None
         if how == b"OWN" and record is not None:
             claim = Claim(operation, record.fence, record.answer, record.attempts, lease, ttl, unknown=record.unknown)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.pool import PoolProxiedConnection
 
 from celery_idem.errors import ConfigurationError, StoreError
 from celery_idem.stores.sql import schema
@@ -39,6 +40,8 @@ SQLITE_BUSY = 0.1
 """Seconds one SQLite statement waits for the file; then the record is read and decided anew."""
 
 T = TypeVar("T")
+Line = Connection | PoolProxiedConnection
+"""A pooled connection, with or without SQLAlchemy's around it."""
 
 
 class Database:
@@ -117,14 +120,19 @@ class Database:
 
     # -- connecting in time --------------------------------------------------------------------------------------------
 
-    def connected(self, deadline: float) -> Connection:
-        """Check out a connection, made and set up before ``deadline`` if none is idle."""
+    def connected(self, deadline: float, *, core: bool) -> Line:
+        """Check out a connection, made and set up before ``deadline`` if none is idle.
+
+        Only ``core`` needs SQLAlchemy's ``Connection`` around it, which costs as much as the pool. An engine given to
+        us needs it always: it knows that our use is in autocommit mode and the owner's is not.
+        """
         state = self._connecting
         state.deadline, state.tickets = deadline, []
         if self._gated:
             sqlite_gate.enter()
         try:
-            return self.engine().connect()
+            engine = self.engine()
+            return engine.connect() if core or self._given is not None else engine.raw_connection()
         except BaseException:
             if self._gated:
                 sqlite_gate.leave()
@@ -145,7 +153,7 @@ class Database:
         self._connecting.tickets.append(watchdog().watch(connection, deadline))
         return connection
 
-    def given_back(self, connection: Connection) -> None:
+    def given_back(self, connection: Line) -> None:
         """Put a connection made by ``connected`` back into the pool."""
         try:
             with contextlib.suppress(Exception):
@@ -155,6 +163,12 @@ class Database:
                 sqlite_gate.leave()
 
     # -- the rest of its life ------------------------------------------------------------------------------------------
+
+    def leads_nowhere(self, driver: Any, error: BaseException) -> bool:
+        """Whether the driver's connection is of no use after this error."""
+        if getattr(driver, "closed", False) or getattr(driver, "broken", False):
+            return True
+        return self.engine().dialect.is_disconnect(error, driver, None)  # type: ignore[arg-type]
 
     def forget_idle(self) -> None:
         """Close the idle connections: the server they led to is gone."""
@@ -220,7 +234,8 @@ class Call:
     def __init__(self, database: Database, deadline: float) -> None:
         self.database = database
         self.deadline = deadline
-        self._connection: Connection | None = None
+        self._line: Line | None = None
+        self._lost = False
         self._in_doubt = False
         self._retried = False
 
@@ -232,8 +247,8 @@ class Call:
         """Send the statement of that name, and return its rows and how many it changed."""
         statement = self.database.statements[name]
 
-        def send(connection: Connection) -> tuple[list[Any], int]:
-            cursor = connection.connection.cursor()
+        def send(line: Line) -> tuple[list[Any], int]:
+            cursor = _pooled(line).cursor()
             try:
                 cursor.execute(statement.text, params)
                 return (list(cursor.fetchall()) if cursor.description else []), cursor.rowcount
@@ -241,23 +256,23 @@ class Call:
                 with contextlib.suppress(Exception):
                     cursor.close()
 
-        return self._repeated(send, params, writes=statement.writes)
+        return self._repeated(send, params, writes=statement.writes, core=False)
 
-    def use(self, work: Callable[[Connection], T], *, writes: bool) -> T:
-        """Run something longer on the connection, within the deadline."""
-        return self._repeated(work, {}, writes=writes)
+    def use(self, work: Callable[[Any], T], *, writes: bool) -> T:
+        """Run something longer on a SQLAlchemy connection, within the deadline."""
+        return self._repeated(work, {}, writes=writes, core=True)
 
-    def once(self, work: Callable[[Connection], T]) -> T:
-        """Run a transaction of its own on the connection, never repeated here."""
-        return self._send(work, writes=True)
+    def once(self, work: Callable[[Any], T]) -> T:
+        """Run a transaction of its own on a SQLAlchemy connection, never repeated here."""
+        return self._send(work, writes=True, core=True)
 
-    def _repeated(self, send: Callable[[Connection], T], params: dict[str, Any], *, writes: bool) -> T:
+    def _repeated(self, send: Callable[[Line], T], params: dict[str, Any], *, writes: bool, core: bool) -> T:
         """Send; again on a fresh connection if the pooled one was stale, for every verb may be repeated."""
         while True:
             if self.database.clock is not None:
                 params["now"] = self.database.clock()
             try:
-                return self._send(send, writes=writes)
+                return self._send(send, writes=writes, core=core)
             except (Again, Locked) as error:
                 # A reader of SQLite meets a lock only while the file is recovered; a writer decides anew.
                 if self.left() <= 0 or (writes and isinstance(error, Locked)):
@@ -270,51 +285,52 @@ class Call:
                 self.close()
                 self.database.create_schema(self.deadline)
             except StoreError as error:
-                lost = self._connection is not None and self._connection.invalidated
-                if not lost or self._retried or self.left() <= 0:
+                if not self._lost or self._retried or self.left() <= 0:
                     raise
                 self._in_doubt = self._in_doubt or bool(getattr(error, "may_have_landed", False))
                 self._retried = True
                 self.drop()
                 self.database.forget_idle()
 
-    def _send(self, send: Callable[[Connection], T], *, writes: bool) -> T:
-        connection = self._checked_out()
-        driver: Any = connection.connection.dbapi_connection
+    def _send(self, send: Callable[[Line], T], *, writes: bool, core: bool) -> T:
+        line = self._checked_out(core=core)
+        driver: Any = _pooled(line).dbapi_connection
         ticket = None if self.database.sqlite else watchdog().watch(driver, self.deadline)
         try:
-            return send(connection)
+            return send(line)
         except Exception as error:
             original = cause(error)
-            if not self.database.sqlite and _broken(connection, driver, original):
-                connection.invalidate(original)
+            self._lost = not self.database.sqlite and self.database.leads_nowhere(driver, original)
+            if self._lost:
+                line.invalidate(original)
             raise translated(error, self.database.name, writes=writes, in_doubt=self._in_doubt) from error
         finally:
             if ticket is not None:
                 watchdog().done(ticket)
 
-    def _checked_out(self) -> Connection:
-        if self._connection is None:
+    def _checked_out(self, *, core: bool) -> Line:
+        if self._line is None:
+            self._lost = False
             try:
-                self._connection = self.database.connected(self.deadline)
+                self._line = self.database.connected(self.deadline, core=core)
             except Exception as error:
                 raise connecting(error, self.database.name, landed=self._in_doubt) from error
             if self.left() <= 0:
                 raise unavailable(self.database.name, "no connection was free in time", landed=self._in_doubt)
-        return self._connection
+        return self._line
 
     def drop(self) -> None:
         """Give the connection up: what state it is in is not known."""
-        if self._connection is not None:
+        if self._line is not None:
             with contextlib.suppress(Exception):
-                self._connection.invalidate()
+                self._line.invalidate()
         self.close()
 
     def close(self) -> None:
         """Give the connection back; the next statement takes another."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            self.database.given_back(connection)
+        line, self._line = self._line, None
+        if line is not None:
+            self.database.given_back(line)
 
 
 class JoinedCall(Call):
@@ -324,7 +340,7 @@ class JoinedCall(Call):
 
     def __init__(self, database: Database, deadline: float, connection: Connection) -> None:
         super().__init__(database, deadline)
-        self._connection = connection
+        self._line = connection
 
     def execute(self, name: str, params: dict[str, Any]) -> tuple[list[Any], int]:
         """Send the statement of that name through SQLAlchemy, whatever driver the caller uses."""
@@ -332,12 +348,12 @@ class JoinedCall(Call):
         if self.database.clock is not None:
             params["now"] = self.database.clock()
 
-        def send(connection: Connection) -> tuple[list[Any], int]:
+        def send(connection: Any) -> tuple[list[Any], int]:
             result = connection.execute(statement.construct, params)
             return ([tuple(row) for row in result] if result.returns_rows else []), result.rowcount
 
         try:
-            found = self._send(send, writes=statement.writes)
+            found = self._send(send, writes=statement.writes, core=True)
         except NoSchema as error:
             raise no_schema("in the database of the connection given to complete") from error
         return found
@@ -346,11 +362,8 @@ class JoinedCall(Call):
         """Leave the connection with its owner."""
 
 
-def _broken(connection: Connection, driver: Any, error: BaseException) -> bool:
-    """Whether the driver's connection leads nowhere any more."""
-    if getattr(driver, "closed", False) or getattr(driver, "broken", False):
-        return True
-    return connection.dialect.is_disconnect(error, driver, None)  # type: ignore[arg-type]
+def _pooled(line: Line) -> PoolProxiedConnection:
+    return line.connection if isinstance(line, Connection) else line
 
 
 def _closer(engines: dict[int, Engine]) -> Callable[[], None]:

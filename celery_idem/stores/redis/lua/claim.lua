@@ -1,13 +1,18 @@
 -- decide_claim. ARGV: now, token, message, generation, continues, lease, ttl, dead fence or '', holder, task,
 -- namespace, scope, fingerprint.
--- Answers {answer, now, 'TAKEN', fence, attempts, unknown, note} or {answer, now, 'STANDS' | 'OWN' | 'RIGHT', fields}.
+-- Answers {answer, now, 'TAKEN', fence, attempts, unknown, note} or {answer, now, 'STANDS' | 'OWN' | 'RIGHT', fields, others}.
 
 local token, message, generation, continues = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == '1'
 local dead = tonumber(ARGV[8])
 local r, bad = read(message, #FIELDS)
 if bad then return {'CORRUPT', bad} end
 
-local function stand(answer, how) return {answer, text(NOW), how or 'STANDS', r.raw} end
+-- The last word: '1' where other messages have notes too (or a newer release has fields of its own).
+local function stand(answer, how)
+  local shown = 0
+  for i = 1, #FIELDS + 1 do if r.raw[i] then shown = shown + 1 end end
+  return {answer, text(NOW), how or 'STANDS', r.raw, flag(redis.call('HLEN', KEY) > shown)}
+end
 
 local function take(answer, attempts, unknown, fence, note, json)
   local noted = claimed(note, fence, answer, attempts, unknown, json)

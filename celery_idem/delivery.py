@@ -1,0 +1,351 @@
+"""One message in the hands of one worker: the delivery table, row by row, from the engine's answers to Celery's words.
+
+docs/reference/delivery-table.md is this file in prose; the mechanism itself is ``core.engine``.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from celery.backends.base import DisabledBackend
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+
+from celery_idem import publish
+from celery_idem.core.context import RunContext
+from celery_idem.core.engine import Ending, Engine
+from celery_idem.core.events import EventName
+from celery_idem.core.records import (
+    GRACE,
+    Answer,
+    Claim,
+    Decision,
+    Kind,
+    Operation,
+    Release,
+    RunResult,
+    State,
+    Status,
+    Successor,
+)
+from celery_idem.errors import (
+    ClaimConflict,
+    FingerprintMismatch,
+    LeaseLost,
+    ParkFailed,
+    RecordCorrupt,
+    ReplayImpossible,
+    StoreError,
+)
+from celery_idem.interrupt import soft_limit_held
+from celery_idem.parking import Wait, publish_parked
+from celery_idem.signals import ATTRIBUTE
+
+if TYPE_CHECKING:
+    from celery_idem.app import Runtime
+    from celery_idem.task import IdempotentTask
+
+logger = logging.getLogger("celery_idem")
+
+
+class Delivering:
+    """One message in the hands of one worker."""
+
+    def __init__(
+        self, task: IdempotentTask, runtime: Runtime, request: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self.task, self.runtime, self.request = task, runtime, request
+        self.args, self.kwargs = args, kwargs
+        self.observe = runtime.mode == "observe"
+        self.continues = bool(request.callbacks or request.errbacks or request.chain or request.chord)
+        self.successor: Successor | None = None
+        self.context: RunContext | None = None
+        self.stamp: publish.Stamp | None = None
+        self.operation: Operation | None = None
+
+    def _prepare(self) -> None:
+        self.engine: Engine = self.runtime.engine_for(self.task)
+        self.policy = self.engine.policy
+        self.parked = publish.read_parked(self.request.headers or {})
+        if self.stamp is None:
+            self.stamp = publish.stamp_of(self.task, self.policy, self.request, self.args, self.kwargs)
+        continues = self.continues and not self.observe
+        self.operation = publish.operation_of(
+            self.task, self.policy, self.runtime, self.request, self.stamp, continues=continues
+        )
+
+    def handle(self) -> Any:
+        """Return or raise what this delivery comes to."""
+        self.request.__dict__[ATTRIBUTE] = self
+        while True:
+            try:
+                if self.operation is None:
+                    with soft_limit_held():  # what parking needs is there before the limit can ask for it
+                        self._prepare()
+                result = self._attempt()
+                if result.status is Status.CONFLICT and result.decision is not None:
+                    self._stand_back(result.decision)
+            except _Expired:
+                self.task.backend.mark_as_revoked(self.request.id, "expired", request=self.request)
+                raise Ignore(f"expired at {self.parked.expires}") from None
+            except SoftTimeLimitExceeded:
+                if self.context is not None:  # the body ran
+                    raise
+                if self.operation is None:
+                    self._prepare()
+                self._park(Wait("soft_limit"))
+            except StoreError as error:
+                with soft_limit_held(discard=True):
+                    self._outage(error)
+            if result.status is not Status.LEASE_LOST:
+                return self._conclude(result)
+            # Somebody else has the key: whatever this run made does not count. Deliver the message anew.
+            self.successor, self.operation, self.context = None, None, None
+
+    def _attempt(self) -> RunResult:
+        return self.engine.attempt(
+            self.claimed,
+            self.body,
+            ending=self.ending,
+            verify=self._verify if self.policy.verify else None,
+            value_unread=self._value_unread(),
+            observe=self.observe,
+            on_claimed=self._claimed,
+            hopeless=self._is_surplus,
+        )
+
+    @property
+    def claimed(self) -> Operation:
+        """The operation this delivery claims."""
+        if self.operation is None:
+            raise AssertionError("asked for before the delivery was prepared")
+        return self.operation
+
+    # --- around the body -------------------------------------------------------------------------------------------
+
+    def body(self, context: RunContext) -> Any:
+        """Run the task's own body, where it can see its context."""
+        self.context = context
+        args, kwargs = _own_copy(self.args, self.kwargs)
+        return self.task.run_body(args, kwargs)
+
+    def ending(self, value: Any, error: BaseException | None) -> Ending:
+        """What becomes of the claim: design's delivery table, the rows below ACQUIRED."""
+        remembers = self.policy.ttl > 0
+        if error is None:
+            if self.successor is not None:  # retry(throw=False): the next attempt has the word
+                return Ending.release(Release.RETRY, self.successor)
+            return Ending.complete(Kind.RESULT, value) if remembers and self.engine.stores(value) else Ending.keep()
+        if isinstance(error, Retry):
+            return Ending.release(Release.RETRY if self.successor else Release.YIELDED, self.successor)
+        if isinstance(error, Ignore):
+            return Ending.complete(Kind.IGNORED) if remembers else Ending.release(Release.ENDED)
+        if isinstance(error, Reject):
+            return Ending.release(Release.YIELDED)
+        if not isinstance(error, Exception):
+            return Ending.release(Release.INTERRUPTED)
+        if remembers and self.policy.replays(error):
+            return Ending.complete(Kind.FAILURE, error)
+        return Ending.keep()
+
+    def announce(self, retry: Retry) -> None:
+        """A successor was published: copies of this generation wait for it."""
+        when: Any = retry.when
+        if isinstance(when, datetime):
+            aware = when if when.tzinfo else when.replace(tzinfo=timezone.utc)
+            when = (aware - datetime.now(timezone.utc)).total_seconds()
+        self.successor = Successor(int(self.request.retries or 0) + 1, max(0.0, float(when or 0.0)))
+
+    def refuse_if_lost(self) -> None:
+        """No retry on behalf of a run that lost its key."""
+        if self.context is not None and not self.observe and self.context.lost:
+            raise LeaseLost("another worker holds this key now, so this run may not send a retry: stop")
+
+    def told(self) -> None:
+        """Celery stored the result and published links, errbacks and chord part: end what is still open."""
+        claim = self._still_open()
+        if claim is None:
+            return
+        if claim.right:
+            self.engine.settle(claim)
+        else:
+            self.engine.release(claim, Release.ENDED)
+
+    def over(self) -> None:
+        """The tracer is through. What is still open was not told to anybody, so another copy must be able to."""
+        claim = self._still_open()
+        if claim is None:
+            return
+        if claim.right:
+            self.engine.abandon(claim)
+        else:
+            self.engine.release(claim, Release.YIELDED)
+
+    def _still_open(self) -> Claim | None:
+        return None if self.operation is None else self.engine.heartbeat.held(self.operation.token)
+
+    def _claimed(self) -> None:
+        expires = self.parked.expires
+        if expires is not None and publish.moment(expires) <= datetime.now(timezone.utc):
+            raise _Expired
+        task, request = self.task, self.request
+        if task.tracks_started and not request.is_eager and not _result_ignored(task, request):
+            meta = {"pid": os.getpid(), "hostname": request.hostname}
+            try:
+                task.backend.store_result(request.id, meta, "STARTED", request=request)
+            except Exception as error:  # noqa: BLE001  it only informs; the result itself is still to come
+                logger.warning("STARTED of %s[%s] was not stored: %s", task.name, request.id, error)
+
+    def _verify(self, _context: RunContext) -> Any:
+        verify = self.policy.verify
+        return None if verify is None else verify(*self.args, **self.kwargs)
+
+    def _value_unread(self) -> bool:
+        task, request = self.task, self.request
+        unread = _result_ignored(task, request) or isinstance(task.backend, DisabledBackend)
+        return unread and not self.continues and not request.is_eager
+
+    # --- what came of it ---------------------------------------------------------------------------------------------
+
+    def _conclude(self, result: RunResult) -> Any:
+        if result.status is Status.REPLAYED:
+            self._replay(result)
+        elif result.status is Status.MISMATCH:
+            raise self._mismatch()
+        if result.error is not None:
+            raise result.error
+        return result.value
+
+    def _replay(self, result: RunResult) -> None:
+        decision, request = result.decision, self.request
+        record = None if decision is None else decision.record
+        if record is None or record.outcome is None:  # verify said it happened: this copy continues as a first run
+            return
+        if self.continues and result.claim is None:  # settled: everything this message had to publish is out
+            request.callbacks = request.errbacks = request.chain = request.chord = None
+        if record.outcome.kind is Kind.IGNORED:
+            self.told()
+            raise Ignore("replayed: the first run of this key raised Ignore")
+        if record.outcome.kind is Kind.REPLACED:
+            if record.message_id == request.id:
+                self.told()
+                raise Ignore("replayed: this message was replaced by another task")
+            raise ReplayImpossible(
+                f"the first run of key {record.key} was replaced by another task, which answers only for its own "
+                "message: send this one with a key of its own",
+                key=record.key,
+            )
+
+    def _stand_back(self, decision: Decision) -> NoReturn:
+        """Another run holds the key, is due, is past this copy, or speaks a newer layout."""
+        operation, record, answer = self.claimed, decision.record, decision.answer
+        if answer is Answer.OVER:
+            self.engine.emit(EventName.OVER, operation)
+            raise Ignore("a later attempt took over, or this one ended and everybody was told")
+        if self.request.is_eager:
+            self.engine.emit(EventName.CONFLICT, operation, cause=answer.value)
+            raise _conflict(operation, decision)
+        if answer is Answer.NEWER or record is None:
+            self._park(Wait("newer_record", outage=True))
+        note, noted = record.note(self.request.id), self._noted(decision)
+        if answer is Answer.NOT_DUE:
+            due = note.successor[1] if note.successor else decision.now
+            self._park(Wait("not_due", exactly=due + GRACE - decision.now, noted=noted), noting=True)
+        held_by = decision.held_by
+        rest = held_by[2] - decision.now if held_by else float("inf")
+        own = record.state is State.COMPLETED or record.message_id == self.request.id
+        if not own and self.policy.on_conflict == "fail":
+            self.engine.emit(EventName.CONFLICT, operation, policy="fail")
+            raise _conflict(operation, decision)
+        if not own and self.policy.on_conflict == "skip" and not self.continues:
+            self.engine.emit(EventName.CONFLICT, operation, policy="skip")
+            raise Ignore("another message holds the key, and on_conflict is skip")
+        self._park(Wait("held", below=rest, noted=noted), noting=True)
+
+    def _noted(self, decision: Decision) -> int:
+        """The highest count of a parked copy of this attempt that the record knows to be published."""
+        parked = decision.record.note(self.request.id).parked if decision.record is not None else None
+        return parked[1] if parked is not None and parked[0] == self.claimed.delivery.generation else 0
+
+    def _is_surplus(self, decision: Decision) -> bool:
+        """Whether this copy will be dropped, so that it need not wait in its slot before."""
+        return self._noted(decision) >= self.claimed.delivery.parked + SURPLUS
+
+    def _mismatch(self) -> FingerprintMismatch:
+        covered = "all arguments" if self.policy.fingerprint is None else ", ".join(self.policy.fingerprint)
+        return FingerprintMismatch(
+            f"{self.task.name}: key {self.claimed.key} was used before with other arguments (compared: {covered}): "
+            "use a new key for a new operation, or narrow Policy(fingerprint=[…])",
+            key=self.claimed.key,
+        )
+
+    def _outage(self, error: StoreError) -> NoReturn:
+        operation = self.claimed
+        if self.request.is_eager:
+            self.engine.emit(EventName.STORAGE_ERROR, operation, error=str(error))
+            raise error
+        cause = "corrupt_record" if isinstance(error, RecordCorrupt) else "store_down"
+        self._park(Wait(cause, outage=True), error=str(error))
+
+    def _park(self, wait: Wait, *, noting: bool = False, error: str | None = None) -> NoReturn:
+        operation, request, emit = self.claimed, self.request, self.engine.emit
+        delivery = operation.delivery
+        if noting and wait.noted >= delivery.parked + SURPLUS:
+            emit(EventName.OVER, operation, cause="a later parked copy is on its way")
+            raise Ignore("a later parked copy of this message is on its way")
+        stamp = self.stamp
+        if stamp is None:
+            raise AssertionError("parked before the delivery was prepared")
+        with soft_limit_held(discard=True):
+            try:
+                count, delay = publish_parked(self.task, request, stamp, wait)
+            except (Reject, ParkFailed) as failure:
+                emit(EventName.PARK_FAILED, operation, cause=wait.cause, error=str(failure))
+                raise
+            if noting:
+                try:
+                    self.engine.store.note_parked(operation.key, delivery.message_id, delivery.generation, count)
+                except StoreError as unnoted:  # only the bound on copies depends on it
+                    error = str(unnoted)
+        emit(EventName.PARKED, operation, cause=wait.cause, count=count, delay=round(delay, 3), error=error)
+        raise Ignore(f"parked for {delay:.1f} s: {wait.cause}")
+
+
+SURPLUS = 2
+"""A copy this many counts behind is dropped: the one that replaced it was itself delivered, so it is on the broker."""
+SCALARS = (str, int, float, bytes, bool, type(None))
+
+
+def _own_copy(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Arguments the body may change, without changing what is parked or delivered anew after a lost lease."""
+    if all(isinstance(value, SCALARS) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    try:
+        copied: tuple[Sequence[Any], Mapping[str, Any]] = copy.deepcopy((args, kwargs))
+    except Exception:  # noqa: BLE001  a pickled argument may refuse to be copied; then the body gets the message's own
+        return args, kwargs
+    return copied
+
+
+class _Expired(Exception):
+    """The parked copy's own expiry passed while it waited."""
+
+
+def _conflict(operation: Operation, decision: Decision) -> ClaimConflict:
+    held_by = decision.held_by
+    return ClaimConflict(
+        f"key {operation.key} of {operation.task} cannot run now ({decision.answer.value}): send it again later, or "
+        'use on_conflict="park" on a worker',
+        key=operation.key,
+        answer=decision.answer.value,
+        held_by=held_by[1] if held_by else None,
+    )
+
+
+def _result_ignored(task: IdempotentTask, request: Any) -> bool:
+    own = request.__dict__.get("ignore_result")  # the class default would look like an explicit False
+    return bool(task.ignore_result if own is None else own)
