@@ -154,10 +154,16 @@ class Runtime:
 
         if self.mode == "off":
             return ["mode is off: duplicates run"]
+        for name, plain in self.app.tasks.items():
+            if isinstance(getattr(plain, "idempotency", None), Policy):
+                raise ConfigurationError(f"task {name} has a Policy, but not base=IdempotentTask: add it")
         for task in self.tasks():
             check_task(task, self.policy_of(task))
             self._check_serializer(task)
-        warnings = self.store.check()
+        warnings = (
+            ["mode is observe: duplicates run, and the log says what would be done"] if self.mode == "observe" else []
+        )
+        warnings += self.store.check()
         shares = getattr(self.store, "shares_memory_with", None)
         if shares is not None:
             warnings += [w for w in [shares(self.app.conf.broker_write_url)] if w]

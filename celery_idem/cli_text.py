@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from celery_idem.core import holder
-from celery_idem.core.records import RECORD_VERSION, Note, Record, Right, State
+from celery_idem.core.records import RECORD_VERSION, Kind, Note, Record, Right, State
 
 UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 KEY_SHOWN = 12
@@ -201,7 +201,11 @@ def is_newer(record: Record) -> bool:
 
 
 def _state(record: Record) -> str:
-    return "NEWER" if is_newer(record) else record.state.value
+    if is_newer(record):
+        return "NEWER"
+    outcome = record.outcome
+    told = "" if outcome is None or outcome.kind is Kind.RESULT else f" {outcome.kind.value}"
+    return f"{record.state.value}{told}"
 
 
 def record_text(record: Record, clock: Clock, value: str | None = None) -> str:

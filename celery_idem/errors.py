@@ -51,25 +51,40 @@ class KeyMissing(CeleryIdemError):
 class ClaimConflict(CeleryIdemError):
     """Another message holds this key: wait for it, or use on_conflict="park"."""
 
+    key: str
+    answer: str
+    held_by: str | None
+
 
 class FingerprintMismatch(CeleryIdemError):
     """This key was used before with other arguments: use a new key for a new operation."""
+
+    key: str
 
 
 class DeliveriesExhausted(CeleryIdemError):
     """Every delivery died without an outcome: find out why, then forget the key to run again."""
 
+    key: str
+    attempts: int
+
 
 class OutcomeUnknown(CeleryIdemError):
     """An earlier run may have had its effect: look, then forget the key to run again."""
+
+    key: str
 
 
 class ResultUnavailable(CeleryIdemError):
     """The first run happened, but its value was not kept: return something the serializer can say."""
 
+    key: str
+
 
 class ReplayImpossible(CeleryIdemError):
     """The first run handed over to another task: send this message with a key of its own."""
+
+    key: str
 
 
 class ReplayedFailure(CeleryIdemError):

@@ -121,7 +121,10 @@ def derive(
     _storable(message_id)
     source = keys.KeySource.parse(policy.key)
     call = keys.bind(task.run, args, kwargs)
-    digest = source.digest(message_id=message_id, call=call, explicit=explicit)
+    try:
+        digest = source.digest(message_id=message_id, call=call, explicit=explicit)
+    except KeyMissing as missing:
+        raise KeyMissing(f"{task.name}: {missing}", **missing.facts) from missing
     try:
         fingerprint = keys.fingerprint(call, policy.fingerprint)
     except NoCanonicalForm:

@@ -7,7 +7,7 @@ stored value continues the canvas as the first run did.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery import Task
 from celery.exceptions import Retry
@@ -17,7 +17,8 @@ from celery_idem import publish
 from celery_idem.app import ensure_installed, runtime_of
 from celery_idem.core.context import RUNNING, RunContext, current
 from celery_idem.core.keys import KeySource
-from celery_idem.core.policy import Policy
+from celery_idem.core.policy import UNSET, Policy
+from celery_idem.core.settings import PER_TASK
 from celery_idem.delivery import Delivering
 from celery_idem.errors import ConfigurationError, KeyMissing
 from celery_idem.parking import confirmed_producer
@@ -50,6 +51,8 @@ class IdempotentTask(Task):  # type: ignore[type-arg]  # not subscriptable befor
         elif policy is not None and not isinstance(policy, property):
             raise ConfigurationError(f"idempotency={policy!r}: give a Policy, such as Policy(key='order:{{order_id}}')")
         own = policy if isinstance(policy, Policy) else Policy()
+        if cls.__dict__.get("_decorated"):
+            _refuse_stray(cls.__dict__, own)
         if "key" in cls.__dict__:
             own = own.over(Policy(key=cls.__dict__["key"]))
         cls.idempotency_policy = own.over(cls.idempotency_policy)
@@ -64,11 +67,17 @@ class IdempotentTask(Task):  # type: ignore[type-arg]  # not subscriptable befor
         ensure_installed(app)
         return bound
 
-    @property
-    def idempotency(self) -> RunContext:
-        """The running attempt: key, fence, attempt, reclaimed, check()."""
-        running = current()
-        return running if running is not None else self._unclaimed(self.request.args or (), self.request.kwargs or {})
+    if TYPE_CHECKING:
+        idempotency: RunContext | Any  # a subclass's body says ``idempotency = Policy(…)``
+    else:
+
+        @property
+        def idempotency(self) -> RunContext:
+            """The running attempt: key, fence, attempt, reclaimed, check()."""
+            running = current()
+            if running is not None:
+                return running
+            return self._unclaimed(self.request.args or (), self.request.kwargs or {})
 
     # --- publishing ------------------------------------------------------------------------------------------------
 
@@ -95,6 +104,9 @@ class IdempotentTask(Task):  # type: ignore[type-arg]  # not subscriptable befor
         runtime = runtime_of(self.app)
         given = dict(task_id=task_id, producer=producer, link=link, link_error=link_error, shadow=shadow, **options)
         if runtime.mode != "off":
+            fits = getattr(self, "__header__", None) if self.typing else None
+            if fits is not None:
+                fits(*(args or ()), **(kwargs or {}))  # Celery's own TypeError, before any word about keys
             given["task_id"] = task_id = task_id or uuid()
             given["headers"] = publish.stamped_headers(
                 self,
@@ -201,6 +213,19 @@ class IdempotentTask(Task):  # type: ignore[type-arg]  # not subscriptable befor
             return publish.operation_of(self, policy, runtime, request, stamp, continues=False).key
         except (KeyMissing, TypeError):
             return ""
+
+
+def _refuse_stray(options: Mapping[str, Any], own: Policy) -> None:
+    """A policy's word outside of the policy would be a task without protection, and nothing would say so."""
+    stray = sorted(name for name in (*PER_TASK, "idempotency_key", "once") if name in options)
+    stray = [name for name in stray if name not in {"key", "serializer"}]
+    if stray:
+        raise ConfigurationError(
+            f"task {options.get('name')}: {', '.join(stray)} is no task option: say idempotency=Policy(…), "
+            "of which key= alone may stand outside"
+        )
+    if "key" in options and own.key is not UNSET:
+        raise ConfigurationError(f"task {options.get('name')} has a key of its own and one in its Policy: keep one")
 
 
 def _place(cls: type) -> int:

@@ -36,7 +36,8 @@ EMBEDDED = ("filesystem", "sqlite")
 PRIVATE = {"redis": servers.redis, "rabbitmq": servers.rabbitmq, "postgresql": servers.postgresql}
 EMBEDDED_LIMIT = """\
 Not shown: the whole worker killed, as by a power cut. The filesystem and SQLite brokers forget a message once a worker
-has taken it, so it is lost, whatever celery_idem does. `--broker redis` and `--broker rabbitmq` show that case."""
+has taken it, so it is lost, whatever celery_idem does. `make demo ARGS="--broker redis"` shows that case, and so does
+rabbitmq in its place."""
 RUNS_AGAIN = """\
 on_unknown="run" is the default: after a crash in the middle nobody knows whether the effect happened, so the task runs
 again, and its body can ask `current().reclaimed`. Give it `verify=`, or hand `current().key` to a payment provider that
@@ -130,7 +131,7 @@ class Demo:
             self._workers.pop().stop()
 
     def _leave(self, *, keep: bool) -> None:
-        if keep:
+        if keep or isinstance(sys.exc_info()[1], DemoError):  # what went wrong is in the workers' logs
             print(f"kept: {self._folder}")
         else:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -414,7 +414,8 @@ class Engine:
 def _unavailable(operation: Operation) -> ResultUnavailable:
     return ResultUnavailable(
         f"the first run of {operation.task or 'this operation'} happened, but its value was not kept "
-        f"(key {operation.key}): look at its event ENCODE_FAILED or CORRUPT_RECORD",
+        f"(key {operation.key}): return something the serializer can say and idempotency_result_max_bytes allows; its "
+        "event ENCODE_FAILED or CORRUPT_RECORD says what was wrong",
         key=operation.key,
     )
 

@@ -207,14 +207,14 @@ class Run:
             text = (
                 f"{attempts - 1} runs of {self.operation.task or 'this operation'} died without an outcome "
                 f"(max_deliveries={policy.max_deliveries}): find out why, then run "
-                f"`celery idem forget {self.operation.key}`"
+                f"`celery -A <app> idem forget {self.operation.key}` and send it again"
             )
             return self._fail(DeliveriesExhausted(text, key=self.operation.key, attempts=attempts - 1))
         if policy.on_unknown == "fail":
             self._tell(EventName.UNKNOWN_OUTCOME, attempt=attempts)
             text = (
                 f"an earlier run of {self.operation.task or 'this operation'} may have had its effect: look, then "
-                f"`celery idem forget {self.operation.key}` to run it again"
+                f"`celery -A <app> idem forget {self.operation.key}` and send it again"
             )
             return self._fail(OutcomeUnknown(text, key=self.operation.key))
         return None

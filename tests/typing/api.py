@@ -90,7 +90,7 @@ wrong_name = Policy(leese=5)  # type: ignore[call-arg]
 
 class BillingTask(IdempotentTask):
     abstract = True
-    idempotency = Policy(on_unknown="fail")  # type: ignore[assignment]  # taken off the class when it is made
+    idempotency = Policy(on_unknown="fail")  # taken off the class when it is made
 
 
 @app.task(base=BillingTask, bind=True, idempotency=full)

@@ -1028,3 +1028,47 @@ def test_the_right_to_continue_is_settled_when_celery_has_published(shop: Shop) 
     assert shop.deliver(message).state == "SUCCESS"
     assert shop.messages() == []
     assert len(charge.runs) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"fingerprint": ["amount"]}, {"on_unknown": "fail"}, {"idempotency_key": "o:{order}"}, {"once": {}}]
+)
+def test_a_policys_word_outside_of_the_policy_is_refused(shop: Shop, options: Any) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+
+        @shop.task(name="pay", lazy=False, **options)
+        def pay(order: int, amount: int) -> None: ...
+
+
+def test_two_keys_are_refused(shop: Shop) -> None:
+    with pytest.raises(ConfigurationError, match="keep one"):
+
+        @shop.task(name="pay", lazy=False, key="a:{order}", idempotency=Policy(key="b:{order}"))
+        def pay(order: int) -> None: ...
+
+
+def test_a_policy_without_the_base_class_stops_the_worker(shop: Shop) -> None:
+    charge_task(shop)
+
+    @shop.task(base=Task, name="plain", idempotency=Policy())
+    def plain() -> None: ...
+
+    shop.app.finalize()
+    with pytest.raises(ConfigurationError, match="base=IdempotentTask"):
+        runtime_of(shop.app).check()
+
+
+def test_observe_announces_itself(make_shop: Any) -> None:
+    shop = make_shop(idempotency_mode="observe")
+    shop.app.finalize()
+    assert any("observe" in warning for warning in runtime_of(shop.app).check())
+
+
+def test_a_call_that_does_not_fit_is_celerys_own_type_error(shop: Shop) -> None:
+    @shop.task(name="pay", key="order:{order}")
+    def pay(order: int, amount: int) -> None: ...
+
+    with pytest.raises(TypeError, match="amount"):
+        pay.delay(1)
+    with pytest.raises(KeyMissing, match=r"pay: .*order"):
+        pay.delay(None, 1)

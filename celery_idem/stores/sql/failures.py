@@ -87,7 +87,10 @@ def translated(error: BaseException, name: str, *, writes: bool, in_doubt: bool 
 def connecting(error: BaseException, name: str, *, landed: bool) -> Exception:
     """Say in the store's words that no connection came about; ``landed`` is about an earlier attempt."""
     if isinstance(error, (exc.NoSuchModuleError, exc.ArgumentError, ImportError)):
-        return ConfigurationError(f"idempotency_store: {_line(error)}: install the driver, or name another one")
+        return ConfigurationError(
+            f"idempotency_store: {_line(error)}: install the driver "
+            '(pip install "celery-idem[postgres]" brings psycopg2), or name another one'
+        )
     error = cause(error)
     if isinstance(error, (StoreError, ConfigurationError)):
         return error
