@@ -264,7 +264,9 @@ def _claimed(
     notes: Mapping[str, Note] = {} if record is None else record.notes
     note = notes.get(delivery.message_id) or Note()
     successor = note.successor if note.successor and note.successor[0] > delivery.generation else None
-    noted = replace(note, over=max(note.over, delivery.generation - 1), successor=successor)
+    over = max(note.over, delivery.generation - 1)
+    changed = over != note.over or successor is not note.successor
+    noted = replace(note, over=over, successor=successor) if changed else note
     return Record(
         key=operation.key,
         state=State.CLAIMED,
@@ -283,7 +285,7 @@ def _claimed(
         claimed_at=now,
         lease_expires_at=now + lease,
         expires_at=now + lease + kept(ttl),
-        notes=notes if noted == note else _noted(notes, delivery.message_id, noted, now),
+        notes=notes if noted is note else _noted(notes, delivery.message_id, noted, now),
     )
 
 

@@ -131,8 +131,9 @@ class RawPostgres:
 
     def first(self, key: str, token: str) -> None:
         """Claim and complete."""
-        row = self._claimed(key, token)
-        self.cursor.execute(self.end, {**self.end_params, "key": key, "seen_rev": row[1], "seen_token": token})
+        row = self._claimed(key, token)  # of a row it inserted the statement answers the clock, which is its rev
+        rev = int(row[-2] * 1_000_000)
+        self.cursor.execute(self.end, {**self.end_params, "key": key, "seen_rev": rev, "seen_token": token})
         assert len(self.cursor.fetchall()) == 1
 
     def replay(self, key: str, token: str) -> None:
