@@ -131,7 +131,8 @@ class Demo:
             self._workers.pop().stop()
 
     def _leave(self, *, keep: bool) -> None:
-        if keep or isinstance(sys.exc_info()[1], DemoError):  # what went wrong is in the workers' logs
+        failed = self._generation > 0 and isinstance(sys.exc_info()[1], DemoError)
+        if keep or failed:  # what went wrong is in the workers' logs
             print(f"kept: {self._folder}")
         else:
             shutil.rmtree(self._folder, ignore_errors=True)

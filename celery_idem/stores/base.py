@@ -97,7 +97,8 @@ class Store(Protocol):
     ) -> Iterator[Record]:
         """Records that match, at most ``limit``; ``older_than`` is seconds since they were claimed.
 
-        A record that cannot be read is logged by its key and passed over.
+        Raises:
+            RecordCorrupt: one cannot be read; after all the others were yielded.
         """
 
     def forget(self, key: str, fence: int | None) -> bool:

@@ -260,12 +260,12 @@ def assert_unreadable(store: RedisStore, client: redis.Redis, claim: Claim) -> N
         lambda: store.note_parked(claim.key, "M", 0, 3),
         lambda: store.get(claim.key),
         lambda: store.forget(claim.key, claim.fence),
+        lambda: list(store.find()),
     ]
     for verb in verbs:
         with pytest.raises(RecordCorrupt, match=f"celery idem forget {claim.key}"):
             verb()
     assert store.renew([claim]) == {claim.token: Renewal.BUSY}
-    assert list(store.find()) == list(store.find(state=State.COMPLETED)) == []
     assert client.dump(PREFIX + claim.key) == before
     assert store.forget(claim.key, None) is True
     assert not client.exists(PREFIX + claim.key)

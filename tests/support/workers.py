@@ -45,10 +45,13 @@ DEFAULTS: dict[str, Any] = {
 QUIET = ("--without-gossip", "--without-mingle")
 
 _HEADER = """\
+from functools import partial
+
 from celery import Celery
 
 app = Celery({name!r}, broker={broker!r}, backend={backend!r}, set_as_current=False)
 app.conf.update({settings!r})
+app.task = partial(app.task, shared=False)  # by default every other app of the test process would have them too
 """
 
 #: Kombu's filesystem broker writes a message under its final name, so a worker that looks too early reads half of it

@@ -155,12 +155,13 @@ class RedisStore:
         older_than: float | None = None,
         limit: int = 1000,
     ) -> Iterator[Record]:
-        """See ``Store.find``; a record that cannot be read is passed over, ``get`` says why."""
+        """See ``Store.find``."""
         _, now = self._read_with_time([])
         found: set[str] = set()
+        unreadable: list[RecordCorrupt] = []
         for names in self.wire.scan(_literally(self._prefix) + "*", PAGE):
             keys = [name[len(self._prefix.encode()) :].decode(errors="replace") for name in names]
-            for record in self._page([key for key in keys if key not in found], task, scope, state):
+            for record in self._page([key for key in keys if key not in found], task, scope, state, unreadable):
                 old = older_than is None or record.claimed_at <= now - older_than
                 if record.expires_at <= now or not old or record.key in found:
                     continue
@@ -168,6 +169,8 @@ class RedisStore:
                     return
                 found.add(record.key)
                 yield record
+        if unreadable:
+            raise unreadable[0]
 
     def forget(self, key: str, fence: int | None) -> bool:
         """See ``Store.forget``."""
@@ -232,7 +235,14 @@ class RedisStore:
         except Unreadable as error:
             raise self._corrupt(key, str(error), newer=is_newer(pairs.get(b"v"))) from error
 
-    def _page(self, keys: Sequence[str], task: str | None, scope: str | None, state: State | None) -> list[Record]:
+    def _page(
+        self,
+        keys: Sequence[str],
+        task: str | None,
+        scope: str | None,
+        state: State | None,
+        unreadable: list[RecordCorrupt],
+    ) -> list[Record]:
         wanted = {"task": task, "scope": scope, "state": None if state is None else state.value}
         asked = {name: value.encode() for name, value in wanted.items() if value is not None}
         if asked and keys:
@@ -244,11 +254,13 @@ class RedisStore:
         for key, reply in zip(keys, replies, strict=True):
             if isinstance(reply, Refusal):
                 if reply.wrong_type:
+                    unreadable.append(self._corrupt(key, "type"))
                     continue
                 raise reply.error
             try:
                 record = self._whole(key, pairs_of(reply))
-            except RecordCorrupt:
+            except RecordCorrupt as error:
+                unreadable.append(error)
                 continue
             if record is not None:
                 records.append(record)

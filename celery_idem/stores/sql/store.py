@@ -240,7 +240,7 @@ class SQLStore:
         older_than: float | None = None,
         limit: int = 1000,
     ) -> Iterator[Record]:
-        """See ``Store.find``; the longest claimed first. An unreadable record is raised after all the others."""
+        """See ``Store.find``; the longest claimed first."""
         pages = self._pages(task=task, scope=scope, state=state, older_than=older_than, limit=limit)
         corrupt: RecordCorrupt | None = None
         for values in islice(pages, max(0, limit)):
