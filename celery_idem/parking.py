@@ -136,5 +136,5 @@ def confirmed_producer(app: Celery) -> Iterator[Any]:
         options = {**BOUNDED.get(driver, {}), **(app.conf.broker_transport_options or {}), "confirm_publish": True}
         runtime.confirming = app.connection_for_write(transport_options=options)
     pool = pools.producers[runtime.confirming]  # kombu empties it after a fork
-    with pool.acquire(block=True, timeout=app.conf.broker_pool_acquire_timeout) as producer:
+    with pool.acquire(block=True, timeout=app.conf.get("broker_pool_acquire_timeout", SILENCE)) as producer:
         yield producer
