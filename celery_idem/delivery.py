@@ -202,7 +202,8 @@ class Delivering:
 
     def _verify(self, _context: RunContext) -> Any:
         verify = self.policy.verify
-        return None if verify is None else verify(*self.args, **self.kwargs)
+        args, kwargs = _own_copy(self.args, self.kwargs)
+        return None if verify is None else verify(*args, **kwargs)
 
     def _value_unread(self) -> bool:
         task, request = self.task, self.request
