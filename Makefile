@@ -2,7 +2,9 @@
 #
 #   make demo [ARGS="--broker redis --store postgresql"]    see it work
 #   make test    the whole suite, on real servers it starts itself      make unit    what needs no server
-#   make campaigns   long runs that print a table each: kills, outage, floor (the cost over the bare driver)
+#   make campaigns   long runs that print a table each: kills, outage, transactions, redelivery, throughput, floor
+#   make matrix   every cell of pools x brokers x canvases x faults; writes docs/reference/matrix.md
+#   make matrix-versions   every Python found here with every Celery      make public-suites   two foreign projects' own tests
 #   make check   what CI runs: lint, types, test                        make clean   remove what was built here
 #   make guarantees   write docs/reference/guarantees.md from a run of the tests it names
 
@@ -10,6 +12,8 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# Most of the suite waits for workers and servers, so more processes than processors. A file stays in one of them.
+PARALLEL := --numprocesses 3 --dist loadfile
 
 # The demo needs the runtime package, and the clients of the services its arguments name.
 DEMO_EXTRAS := $(if $(findstring redis,$(ARGS)),redis) $(if $(findstring postgres,$(ARGS)),postgres)
@@ -22,7 +26,8 @@ DEMO_SERVERS := $(strip $(if $(findstring redis,$(ARGS)),redis-server) \
 DEMO_SPEC := .$(if $(DEMO_NAME),[$(DEMO_NAME)])
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit check guarantees lint types campaigns kills outage floor services clean
+CAMPAIGNS := kills outage transactions redelivery throughput floor
+.PHONY: help demo test unit check guarantees matrix lint types campaigns $(CAMPAIGNS) matrix-versions public-suites services clean
 
 help:
 	@sed -n '3,$${/^#/!q; s/^# \{0,1\}//; p;}' Makefile
@@ -32,10 +37,10 @@ demo: $(DEMO_STAMP)
 	@$(BIN)/python -m example_project.demo $(ARGS)
 
 test: $(VENV)/.dev services
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(PARALLEL) $(ARGS)
 
 unit: $(VENV)/.dev
-	$(BIN)/pytest tests/unit $(ARGS)
+	$(BIN)/pytest $(PARALLEL) tests/unit $(ARGS)
 
 # In this order and one after the other, so that pytest's closing line is the last thing said.
 check:
@@ -44,7 +49,7 @@ check:
 	@$(MAKE) --no-print-directory test
 
 guarantees: $(VENV)/.dev services
-	GUARANTEES_FILE=docs/reference/guarantees.md $(BIN)/pytest -m guarantee
+	GUARANTEES_FILE=docs/reference/guarantees.md $(BIN)/pytest $(PARALLEL) -m guarantee
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -53,10 +58,13 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-campaigns: kills outage floor
+matrix: $(VENV)/.dev services
+	MATRIX_FILE=docs/reference/matrix.md $(BIN)/pytest tests/matrix $(ARGS)
 
-kills outage floor: $(VENV)/.dev services
-	$(BIN)/python -m tests.campaigns.$@ $(ARGS)
+campaigns: $(CAMPAIGNS)
+
+$(CAMPAIGNS) matrix-versions public-suites: $(VENV)/.dev services
+	$(BIN)/python -m tests.campaigns.$(subst -,_,$@) $(ARGS)
 
 services:
 	@scripts/install-services

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from celery_idem.core.context import RunContext, current
 from celery_idem.core.engine import Engine
 from celery_idem.core.policy import Policy
@@ -28,7 +30,10 @@ from celery_idem.errors import (
     StoreUnavailable,
 )
 from celery_idem.stores.base import Store, open_store
-from celery_idem.task import IdempotentTask
+
+if TYPE_CHECKING:
+    from celery_idem.optin import annotation, install
+    from celery_idem.task import IdempotentTask
 
 __version__ = "0.1.0"
 
@@ -56,6 +61,20 @@ __all__ = [
     "StoreError",
     "StoreUnavailable",
     "__version__",
+    "annotation",
     "current",
+    "install",
     "open_store",
 ]
+
+_OF_CELERY = {"IdempotentTask": "task", "annotation": "optin", "install": "optin"}
+
+
+def __getattr__(name: str) -> Any:
+    """What needs Celery is imported when it is first asked for: a kombu consumer does without."""
+    if name not in _OF_CELERY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_OF_CELERY[name]}"), name)
+    return value

@@ -14,20 +14,21 @@ from weakref import WeakKeyDictionary
 
 from celery import Celery, bootsteps
 
-from celery_idem.core.codec import NotKept
+from celery_idem.core.codec import NotKept, through_codec
 from celery_idem.core.engine import Engine
 from celery_idem.core.events import Emitter
 from celery_idem.core.heartbeat import Heartbeat
 from celery_idem.core.local_cache import LocalCache
-from celery_idem.core.policy import Policy
+from celery_idem.core.policy import Patterns, Policy
 from celery_idem.core.records import Kind
 from celery_idem.core.settings import PREFIX, Settings
+from celery_idem.core.threads import gevent_patched
 from celery_idem.errors import ConfigurationError, StoreUnavailable
 from celery_idem.outbox import Outbox
 from celery_idem.stores.base import Store, open_store
 
 if TYPE_CHECKING:
-    from celery_idem.task import IdempotentTask
+    from celery_idem.task import Idempotent
 
 logger = logging.getLogger("celery_idem")
 _runtimes: WeakKeyDictionary[Celery, Runtime] = WeakKeyDictionary()
@@ -67,9 +68,13 @@ class Runtime:
         self._store: Store | None = None
         self._heartbeat: Heartbeat | None = None
         self._cache: LocalCache | None = None
+        self._patterns: Patterns | None = None
+        self._protected: dict[str, bool] = {}
         self._policies: dict[str, Policy] = {}
         self._engines: dict[str, Engine] = {}
         self._fanouts: frozenset[str] | None = None
+        self.whole_app = False
+        """Whether a setting switches plain tasks on; ``optin`` says so."""
         self.confirming: Any = None
         """The connection that names the pool of confirming producers; ``parking`` makes it."""
 
@@ -94,59 +99,97 @@ class Runtime:
     def store(self) -> Store:
         """The claim store, unopened until its first verb."""
         if self._store is None:
-            url = self.settings["store"]
-            if not url:
-                raise ConfigurationError(
-                    "idempotency_store is not set: name a store, such as redis://localhost/2, "
-                    "postgresql+psycopg2://user@host/db or sqlite:///idempotency.db"
-                )
             with _making:
                 if self._store is None:
-                    options = dict(self.settings["store_options"])
-                    self._store = open_store(url, timeout=self.settings["store_timeout"], **options)
+                    self._store = self._open_store()
         return self._store
 
-    def engine_for(self, task: IdempotentTask) -> Engine:
+    def _open_store(self) -> Store:
+        url = self.settings["store"]
+        if not url:
+            raise ConfigurationError(
+                "idempotency_store is not set: name a store, such as redis://localhost/2, "
+                "postgresql+psycopg2://user@host/db or sqlite:///idempotency.db"
+            )
+        return open_store(url, timeout=self.settings["store_timeout"], **dict(self.settings["store_options"]))
+
+    def engine_for(self, task: Idempotent) -> Engine:
         """The engine that runs this task under its complete policy."""
         engine = self._engines.get(task.name)
         if engine is None:
             engine = self._engines.setdefault(task.name, self._engine(task))
         return engine
 
-    def policy_of(self, task: IdempotentTask) -> Policy:
-        """The task's policy with every gap filled from the settings, checked against the task's signature."""
+    @property
+    def patterns(self) -> Patterns:
+        """What ``idempotency_tasks`` says."""
+        if self._patterns is None:
+            self._patterns = Patterns(self.settings["tasks"])
+        return self._patterns
+
+    def protects(self, task: Idempotent) -> bool:
+        """Whether the task is switched on: by its class, or by a setting that means it."""
+        if self.mode == "off":
+            return False
+        protected = self._protected.get(task.name)
+        if protected is None:
+            word = self.patterns.of(task.name)
+            wide = self.whole_app and not task.name.startswith("celery.")
+            protected = word is not False and (task.always_idempotent or (wide and word is not None))
+            self._protected[task.name] = protected
+        return protected
+
+    def policy_of(self, task: Idempotent) -> Policy:
+        """The task's own policy, its gaps filled from ``idempotency_tasks``, then from the settings."""
         policy = self._policies.get(task.name)
         if policy is None:
-            policy = task.idempotency_policy.under(self.settings)
-            serializer = policy.serializer or task.serializer or self.app.conf.task_serializer
+            named = self.patterns.of(task.name) or Policy()
+            policy = task.idempotency_policy.over(named).under(self.settings)
+            serializer = policy.serializer or self._serializer(task)
             policy = self._policies.setdefault(task.name, Policy(serializer=serializer).over(policy))
         return policy
 
-    def _engine(self, task: IdempotentTask) -> Engine:
+    def _serializer(self, task: Idempotent) -> str:
+        """The task's own, or the results' where that says more: what either could say must be replayable."""
+        own = str(task.serializer or self.app.conf.task_serializer)
+        results = str(self.app.conf.result_serializer)
+        return results if own == "json" and results in self.accept else own
+
+    @property
+    def accept(self) -> tuple[str, ...]:
+        """Serializers that stored values may be read with."""
+        return tuple(self.app.conf.result_accept_content or self.app.conf.accept_content)
+
+    def _engine(self, task: Idempotent) -> Engine:
         with _making:
             if self._cache is None:
                 self._cache = LocalCache(self.settings["local_cache"])
         if self._heartbeat is None:
             store = self.store
+            # Under gevent the heartbeat is a thread beside the hub's, and no client may serve both.
+            apart = gevent_patched() and store.name != "memory"
+            if apart:
+                store = self._open_store()
             with _making:
                 if self._heartbeat is None:
-                    self._heartbeat = Heartbeat(store, self.emit, purge=self.settings["purge"])
+                    self._heartbeat = Heartbeat(store, self.emit, purge=self.settings["purge"], closes=apart)
         return Engine(
             self.store,
             self.policy_of(task),
             emit=self.emit,
             heartbeat=self._heartbeat,
             cache=self._cache,
-            accept=self.app.conf.result_accept_content or self.app.conf.accept_content,
+            accept=self.accept,
             dead_check=self.settings["dead_check"],
             store_timeout=self.settings["store_timeout"],
         )
 
-    def tasks(self) -> Iterator[IdempotentTask]:
-        """Every idempotent task the app knows."""
-        from celery_idem.task import IdempotentTask
+    def tasks(self) -> Iterator[Idempotent]:
+        """Every task the app knows that is switched on."""
+        from celery_idem.task import Idempotent
 
-        return (task for task in self.app.tasks.values() if isinstance(task, IdempotentTask))
+        known = self.app.tasks.values()
+        return (task for task in known if isinstance(task, Idempotent) and (self.mode == "off" or self.protects(task)))
 
     def check(self) -> list[str]:
         """Warnings about settings, policies and store; ``ConfigurationError`` where a worker must not start."""
@@ -163,15 +206,27 @@ class Runtime:
         warnings = (
             ["mode is observe: duplicates run, and the log says what would be done"] if self.mode == "observe" else []
         )
+        idle = self.patterns.idle(self.app.tasks) if self.settings["tasks"] else []
+        warnings += [f"idempotency_tasks names {glob!r}, which fits no task" for glob in idle]
         warnings += self.store.check()
         shares = getattr(self.store, "shares_memory_with", None)
         if shares is not None:
             warnings += [w for w in [shares(self.app.conf.broker_write_url)] if w]
-        return warnings
+        return warnings + self._unconfirmed()
 
-    def _check_serializer(self, task: IdempotentTask) -> None:
+    def _unconfirmed(self) -> list[str]:
+        """Retries and parked copies are confirmed by us; what Celery publishes of a canvas is not."""
+        options = self.app.conf.broker_transport_options or {}
+        if options.get("confirm_publish") or self.app.connection_for_write().transport.driver_type != "amqp":
+            return []
+        text = "the broker confirms no publish, so a connection that breaks may take a chain's next step with it: set "
+        return [text + 'broker_transport_options = {"confirm_publish": True}']
+
+    def _check_serializer(self, task: Idempotent) -> None:
         try:
-            self.engine_for(task).encode(Kind.RESULT, None)
+            encoded = self.engine_for(task).encode(Kind.RESULT, None)
+            if encoded is not None:
+                through_codec(encoded, self.accept)
         except NotKept as error:
             name = self.policy_of(task).serializer
             raise ConfigurationError(
@@ -207,10 +262,16 @@ class CheckStore(bootsteps.StartStopStep):
         super().__init__(parent, **options)
         self._app = parent.app
 
-    def start(self, parent: Any) -> None:  # noqa: ARG002  Celery's signature
+    def start(self, parent: Any) -> None:
         """Check, warn, and leave no connection open that a forked child would inherit."""
+        from celery_idem.optin import switch_on_bound
+
         runtime = runtime_of(self._app)
+        if getattr(parent, "task_events", False):  # -E tells it to this worker, and to nobody else
+            self._app.conf.worker_send_task_events = True
         try:
+            if runtime.whole_app:
+                switch_on_bound(self._app)
             for warning in runtime.check():
                 logger.warning("celery_idem: %s", warning)
         except StoreUnavailable as error:
@@ -220,8 +281,10 @@ class CheckStore(bootsteps.StartStopStep):
 
 
 def ensure_installed(app: Celery) -> None:
-    """Add the worker's check and the signal handlers, once; called when an idempotent task is bound."""
+    """Add the worker's steps and the signal handlers, once; called when an idempotent task is bound."""
     from celery_idem import signals
+    from celery_idem.visibility import KeepVisible
 
     app.steps["worker"].add(CheckStore)
+    app.steps["consumer"].add(KeepVisible)
     signals.connect()

@@ -37,7 +37,7 @@ from celery_idem.core.policy import UNSET, Policy
 from celery_idem.core.records import Kind, Outcome, Record, State
 from celery_idem.errors import CeleryIdemError, RecordCorrupt
 from celery_idem.stores.base import Store
-from celery_idem.task import IdempotentTask
+from celery_idem.task import Idempotent
 
 WANTS_JSON = "celery_idem.json"
 
@@ -164,7 +164,7 @@ def _policy(policy: Policy) -> dict[str, Any]:
     return {field.name: _plain(getattr(policy, field.name)) for field in fields(policy)}
 
 
-def _policy_line(task: IdempotentTask, runtime: Runtime) -> str:
+def _policy_line(task: Idempotent, runtime: Runtime) -> str:
     """The key source, and whatever else the task itself says that the settings do not."""
     policy, own = runtime.policy_of(task), task.idempotency_policy
     said = [f"key {key_text(policy)}"] + ([f"name {own.name}"] if own.name else [])

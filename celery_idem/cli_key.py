@@ -25,7 +25,7 @@ from celery_idem.core import keys
 from celery_idem.core.policy import Policy
 from celery_idem.core.records import Record
 from celery_idem.errors import RecordCorrupt
-from celery_idem.task import IdempotentTask
+from celery_idem.task import Idempotent
 
 if TYPE_CHECKING:
     ParamType = click.ParamType[Any]
@@ -177,7 +177,7 @@ def chosen_key(runtime: Runtime, choice: Choice) -> str:
     return keys.effective_key(runtime.namespace, scope, name, choice.depth, digest)
 
 
-def _digest(task: IdempotentTask, policy: Policy, choice: Choice) -> str:
+def _digest(task: Idempotent, policy: Policy, choice: Choice) -> str:
     source = keys.KeySource.parse(policy.key)
     if [choice.key is not None, choice.from_arguments, choice.task_id is not None].count(True) > 1:
         raise click.UsageError("give one of --key, --args with --kwargs, or --id")
@@ -190,7 +190,7 @@ def _digest(task: IdempotentTask, policy: Policy, choice: Choice) -> str:
     return source.digest(message_id=choice.task_id, call=None if by_id else _call(task, source, choice))
 
 
-def _call(task: IdempotentTask, source: keys.KeySource, choice: Choice) -> keys.Bound:
+def _call(task: Idempotent, source: keys.KeySource, choice: Choice) -> keys.Bound:
     """The call as the worker binds it; what a key made of named arguments does not name may be left out."""
     args, kwargs = choice.args or [], choice.kwargs or {}
     call = keys.bind(task.run, args, kwargs)
@@ -211,7 +211,7 @@ def _fits(call: keys.Bound) -> bool:
     return "*" not in call.full  # where bind() puts what the signature refuses
 
 
-def _scope(task: IdempotentTask, policy: Policy, choice: Choice) -> str:
+def _scope(task: Idempotent, policy: Policy, choice: Choice) -> str:
     if choice.scope is not None:
         return choice.scope
     if callable(policy.scope):
@@ -246,7 +246,7 @@ def readable(found: Iterable[Record], warnings: list[str]) -> Iterator[Record]:
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
-def tasks_of(runtime: Runtime) -> dict[str, IdempotentTask]:
+def tasks_of(runtime: Runtime) -> dict[str, Idempotent]:
     """Every idempotent task of the app by name, its task modules imported as a worker does."""
     try:
         runtime.app.loader.import_default_modules()
@@ -256,7 +256,7 @@ def tasks_of(runtime: Runtime) -> dict[str, IdempotentTask]:
     return {task.name: task for task in sorted(runtime.tasks(), key=lambda task: str(task.name))}
 
 
-def task_named(runtime: Runtime, name: str) -> IdempotentTask:
+def task_named(runtime: Runtime, name: str) -> Idempotent:
     """The task of this name, or of this ``Policy.name``; else a usage error that names the nearest."""
     tasks = tasks_of(runtime)
     stable = {runtime.policy_of(task).name: task for task in tasks.values()}

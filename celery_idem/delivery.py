@@ -6,16 +6,18 @@ docs/reference/delivery-table.md is this file in prose; the mechanism itself is 
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
-from celery_idem import publish
+from celery_idem import continuation, publish
 from celery_idem.core.context import RunContext
 from celery_idem.core.engine import Ending, Engine
 from celery_idem.core.events import EventName
@@ -42,12 +44,13 @@ from celery_idem.errors import (
     StoreError,
 )
 from celery_idem.interrupt import soft_limit_held
-from celery_idem.parking import Wait, publish_parked
+from celery_idem.parking import Wait, patience_of, publish_parked, waiting_time
+from celery_idem.revoking import Revoked, refuse_revoked, tell_revoked
 from celery_idem.signals import ATTRIBUTE
 
 if TYPE_CHECKING:
     from celery_idem.app import Runtime
-    from celery_idem.task import IdempotentTask
+    from celery_idem.task import Idempotent
 
 logger = logging.getLogger("celery_idem")
 
@@ -56,13 +59,24 @@ class Delivering:
     """One message in the hands of one worker."""
 
     def __init__(
-        self, task: IdempotentTask, runtime: Runtime, request: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        task: Idempotent,
+        runtime: Runtime,
+        request: Any,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> None:
         self.task, self.runtime, self.request = task, runtime, request
-        self.args, self.kwargs = args, kwargs
+        if request.is_eager and publish.DEPTH_HEADER in (request.headers or {}):
+            request.replaced_task_nesting = request.headers[publish.DEPTH_HEADER]
+        self.run, self.args, self.kwargs = run, args, kwargs
+        self.in_body = False
         self.observe = runtime.mode == "observe"
         self.continues = bool(request.callbacks or request.errbacks or request.chain or request.chord)
         self.successor: Successor | None = None
+        self.replaced = False
+        self.ended_by: tuple[Any, ...] | None = None if self.observe else ("generation", request.retries)
         self.context: RunContext | None = None
         self.stamp: publish.Stamp | None = None
         self.operation: Operation | None = None
@@ -81,6 +95,18 @@ class Delivering:
     def handle(self) -> Any:
         """Return or raise what this delivery comes to."""
         self.request.__dict__[ATTRIBUTE] = self
+        try:
+            return self._deliver()
+        finally:
+            if self.ended_by is not None:  # after any park or retry, whose copies carry no ids of ours
+                with soft_limit_held(discard=True):
+                    continuation.identify(self.task.app, self.request, *self._place(*self.ended_by))
+
+    def _place(self, *more: Any) -> tuple[Any, ...]:
+        """What ids of this message's canvas are derived from."""
+        return (self.task.name, self.request.id, self.request.replaced_task_nesting or 0, *more)
+
+    def _deliver(self) -> Any:
         while True:
             try:
                 if self.operation is None:
@@ -89,9 +115,6 @@ class Delivering:
                 result = self._attempt()
                 if result.status is Status.CONFLICT and result.decision is not None:
                     self._stand_back(result.decision)
-            except _Expired:
-                self.task.backend.mark_as_revoked(self.request.id, "expired", request=self.request)
-                raise Ignore(f"expired at {self.parked.expires}") from None
             except SoftTimeLimitExceeded:
                 if self.context is not None:  # the body ran
                     raise
@@ -104,7 +127,7 @@ class Delivering:
             if result.status is not Status.LEASE_LOST:
                 return self._conclude(result)
             # Somebody else has the key: whatever this run made does not count. Deliver the message anew.
-            self.successor, self.operation, self.context = None, None, None
+            self.successor, self.operation, self.context, self.replaced = None, None, None, False
 
     def _attempt(self) -> RunResult:
         return self.engine.attempt(
@@ -116,6 +139,8 @@ class Delivering:
             observe=self.observe,
             on_claimed=self._claimed,
             hopeless=self._is_surplus,
+            wait=waiting_time(self.task, self.policy.wait_timeout, jitter=random.random()),  # noqa: S311
+            patience=patience_of(self.task, self.request),
         )
 
     @property
@@ -129,9 +154,14 @@ class Delivering:
 
     def body(self, context: RunContext) -> Any:
         """Run the task's own body, where it can see its context."""
+        refuse_revoked(self.request, self.parked)
         self.context = context
         args, kwargs = _own_copy(self.args, self.kwargs)
-        return self.task.run_body(args, kwargs)
+        self.in_body = True
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            self.in_body = False
 
     def ending(self, value: Any, error: BaseException | None) -> Ending:
         """What becomes of the claim: design's delivery table, the rows below ACQUIRED."""
@@ -141,9 +171,14 @@ class Delivering:
                 return Ending.release(Release.RETRY, self.successor)
             return Ending.complete(Kind.RESULT, value) if remembers and self.engine.stores(value) else Ending.keep()
         if isinstance(error, Retry):
-            return Ending.release(Release.RETRY if self.successor else Release.YIELDED, self.successor)
+            return Ending.keep()  # till RETRY is stored, or it may come after what the successor stores, and stay
+        if isinstance(error, Revoked):
+            return Ending.keep()
         if isinstance(error, Ignore):
-            return Ending.complete(Kind.IGNORED) if remembers else Ending.release(Release.ENDED)
+            if self.replaced and self.task.app.conf.task_protocol == 1:  # whose messages do not tell one from the other
+                return Ending.release(Release.YIELDED)
+            kind = Kind.REPLACED if self.replaced else Kind.IGNORED
+            return Ending.complete(kind) if remembers else Ending.release(Release.ENDED)
         if isinstance(error, Reject):
             return Ending.release(Release.YIELDED)
         if not isinstance(error, Exception):
@@ -160,10 +195,26 @@ class Delivering:
             when = (aware - datetime.now(timezone.utc)).total_seconds()
         self.successor = Successor(int(self.request.retries or 0) + 1, max(0.0, float(when or 0.0)))
 
+    def replacement(self, sig: Any) -> Any:
+        """The signature the body wants to be replaced by; a body that runs again publishes the same ids."""
+        self.refuse_if_lost()
+        if self.observe:
+            return sig
+        return continuation.replacement(self.task.app, sig, *self._place("replace", self.request.retries))
+
+    def replacing(self, sig: Any) -> Any:
+        """The same as it is published, with the message's own links and chain behind it."""
+        self.replaced = not self.request.is_eager
+        names = {*(publish.replaced_names(self.request) or ()), self.policy.name or self.task.name}
+        continuation.tell(sig, publish.REPLACED_HEADER, json.dumps(sorted(names)))
+        if self.observe:
+            return sig
+        return continuation.placed(self.task.app, sig, *self._place("replace", self.request.retries))
+
     def refuse_if_lost(self) -> None:
-        """No retry on behalf of a run that lost its key."""
+        """No retry or replacement on behalf of a run that lost its key."""
         if self.context is not None and not self.observe and self.context.lost:
-            raise LeaseLost("another worker holds this key now, so this run may not send a retry: stop")
+            raise LeaseLost("another worker holds this key now, so this run may send nothing in its place: stop")
 
     def told(self) -> None:
         """Celery stored the result and published links, errbacks and chord part: end what is still open."""
@@ -176,29 +227,20 @@ class Delivering:
             self.engine.release(claim, Release.ENDED)
 
     def over(self) -> None:
-        """The tracer is through. What is still open was not told to anybody, so another copy must be able to."""
+        """The tracer is through, or has told of a retry. What nobody was told of, another copy must be able to tell."""
         claim = self._still_open()
         if claim is None:
             return
         if claim.right:
             self.engine.abandon(claim)
         else:
-            self.engine.release(claim, Release.YIELDED)
+            self.engine.release(claim, Release.RETRY if self.successor else Release.YIELDED, self.successor)
 
     def _still_open(self) -> Claim | None:
         return None if self.operation is None else self.engine.heartbeat.held(self.operation.token)
 
     def _claimed(self) -> None:
-        expires = self.parked.expires
-        if expires is not None and publish.moment(expires) <= datetime.now(timezone.utc):
-            raise _Expired
-        task, request = self.task, self.request
-        if task.tracks_started and not request.is_eager and not _result_ignored(task, request):
-            meta = {"pid": os.getpid(), "hostname": request.hostname}
-            try:
-                task.backend.store_result(request.id, meta, "STARTED", request=request)
-            except Exception as error:  # noqa: BLE001  it only informs; the result itself is still to come
-                logger.warning("STARTED of %s[%s] was not stored: %s", task.name, request.id, error)
+        tell_started(self.task, self.request)
 
     def _verify(self, _context: RunContext) -> Any:
         verify = self.policy.verify
@@ -213,10 +255,17 @@ class Delivering:
     # --- what came of it ---------------------------------------------------------------------------------------------
 
     def _conclude(self, result: RunResult) -> Any:
+        if not self.observe:
+            self.ended_by = continuation.ended_by(result, self.request.retries)
         if result.status is Status.REPLAYED:
             self._replay(result)
         elif result.status is Status.MISMATCH:
             raise self._mismatch()
+        if isinstance(result.error, Revoked):
+            unread = _result_ignored(self.task, self.request) and not self.task.store_errors_even_if_ignored
+            tell_revoked(self.task, self.request, result.error, store=not unread)
+        if isinstance(result.error, Ignore):  # Celery publishes nothing and tells nobody
+            self.told()
         if result.error is not None:
             raise result.error
         return result.value
@@ -235,6 +284,8 @@ class Delivering:
             if record.message_id == request.id:
                 self.told()
                 raise Ignore("replayed: this message was replaced by another task")
+            if self._value_unread():
+                raise Ignore("replayed: the first run was replaced by another task, and nobody waits for this one")
             raise ReplayImpossible(
                 f"the first run of key {record.key} was replaced by another task, which answers only for its own "
                 "message: send this one with a key of its own",
@@ -254,8 +305,10 @@ class Delivering:
             self._park(Wait("newer_record", outage=True))
         note, noted = record.note(self.request.id), self._noted(decision)
         if answer is Answer.NOT_DUE:
-            due = note.successor[1] if note.successor else decision.now
-            self._park(Wait("not_due", exactly=due + GRACE - decision.now, noted=noted), noting=True)
+            due_in = note.successor[1] - decision.now if note.successor else 0.0
+            # Most find, soon after it was due, that the retry ran; only one whose retry never came waits all its grace.
+            exactly = due_in + RETRY_HAS if due_in > 0 else None
+            self._park(Wait("not_due", below=due_in + GRACE, exactly=exactly, noted=noted), noting=True)
         held_by = decision.held_by
         rest = held_by[2] - decision.now if held_by else float("inf")
         own = record.state is State.COMPLETED or record.message_id == self.request.id
@@ -274,7 +327,12 @@ class Delivering:
 
     def _is_surplus(self, decision: Decision) -> bool:
         """Whether this copy will be dropped, so that it need not wait in its slot before."""
-        return self._noted(decision) >= self.claimed.delivery.parked + SURPLUS
+        return self._is_behind(self._noted(decision))
+
+    def _is_behind(self, noted: int) -> bool:
+        """Whether a later copy was itself delivered. One that was parked, but lost its count, may be that very copy."""
+        uncounted = self.parked.count == 0 and publish.PARK_HEADER in (self.request.headers or {})
+        return not uncounted and noted >= self.claimed.delivery.parked + SURPLUS
 
     def _mismatch(self) -> FingerprintMismatch:
         covered = "all arguments" if self.policy.fingerprint is None else ", ".join(self.policy.fingerprint)
@@ -295,7 +353,7 @@ class Delivering:
     def _park(self, wait: Wait, *, noting: bool = False, error: str | None = None) -> NoReturn:
         operation, request, emit = self.claimed, self.request, self.engine.emit
         delivery = operation.delivery
-        if noting and wait.noted >= delivery.parked + SURPLUS:
+        if noting and self._is_behind(wait.noted):
             emit(EventName.OVER, operation, cause="a later parked copy is on its way")
             raise Ignore("a later parked copy of this message is on its way")
         stamp = self.stamp
@@ -316,6 +374,8 @@ class Delivering:
         raise Ignore(f"parked for {delay:.1f} s: {wait.cause}")
 
 
+RETRY_HAS = 2.0
+"""Seconds a retry that is due is given to be claimed, before a stale copy of its predecessor looks again."""
 SURPLUS = 2
 """A copy this many counts behind is dropped: the one that replaced it was itself delivered, so it is on the broker."""
 SCALARS = (str, int, float, bytes, bool, type(None))
@@ -332,8 +392,15 @@ def _own_copy(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[
     return copied
 
 
-class _Expired(Exception):
-    """The parked copy's own expiry passed while it waited."""
+def tell_started(task: Idempotent, request: Any) -> None:
+    """Store STARTED where the task tracks it, as Celery would have done before the claim."""
+    if not task.tracks_started or request.is_eager or _result_ignored(task, request):
+        return
+    meta = {"pid": os.getpid(), "hostname": request.hostname}
+    try:
+        task.backend.store_result(request.id, meta, "STARTED", request=request)
+    except Exception as error:  # noqa: BLE001  it only informs; the result itself is still to come
+        logger.warning("STARTED of %s[%s] was not stored: %s", task.name, request.id, error)
 
 
 def _conflict(operation: Operation, decision: Decision) -> ClaimConflict:
@@ -347,6 +414,6 @@ def _conflict(operation: Operation, decision: Decision) -> ClaimConflict:
     )
 
 
-def _result_ignored(task: IdempotentTask, request: Any) -> bool:
+def _result_ignored(task: Idempotent, request: Any) -> bool:
     own = request.__dict__.get("ignore_result")  # the class default would look like an explicit False
     return bool(task.ignore_result if own is None else own)

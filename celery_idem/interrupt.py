@@ -17,9 +17,8 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from celery_idem.errors import LeaseLost
@@ -319,53 +318,71 @@ def _woken(_signum: int, _frame: object) -> None:
     """End the system call: a pending LeaseLost strikes when this begins, and a handler that raises is not resumed."""
 
 
-@dataclass
-class HeldSoftLimit:
-    """What becomes of a soft time limit that fires meanwhile: dropped if ``discard``, else raised after all."""
-
-    discard: bool
-    fired: bool = False
-
-
-@contextmanager
-def soft_limit_held(*, discard: bool = False) -> Iterator[HeldSoftLimit]:
+class soft_limit_held:  # noqa: N801  reads as the statement it makes
     """Keep the soft time limit (SIGUSR1) from raising inside the block; it does so right after it.
 
     With ``discard`` it is dropped, however the block ends: a limit on the effect is moot once the effect is recorded
     or the message handed on. A block for which that is so only if it succeeds sets ``held.discard`` itself, at its
     end. Only the main thread has a soft limit; elsewhere, and under gevent or eventlet, this does nothing.
 
-    The handler is replaced rather than the signal blocked: the pool signals the process, so with SIGUSR1 blocked in
-    the main thread the kernel gives it to any other, the heartbeat's say, and Python runs the handler all the same.
+    A gate stands in front of the handler rather than the signal being blocked: the pool signals the process, so with
+    SIGUSR1 blocked in the main thread the kernel gives it to any other, the heartbeat's say, and Python runs the
+    handler all the same.
     """
-    held = HeldSoftLimit(discard)
-    handler = _soft_limit_handler()
-    if handler is None:
-        yield held
-        return
 
-    def note(_signum: int, _frame: object) -> None:
-        held.fired = True
+    __slots__ = ("__weakref__", "_gate", "discard", "fired")
 
-    try:
-        signal.signal(signal.SIGUSR1, note)
-        yield held
-    finally:
-        _restore(handler)
-        if held.fired and not held.discard:
-            signal.raise_signal(signal.SIGUSR1)
+    def __init__(self, *, discard: bool = False) -> None:
+        self.discard = discard
+        self.fired = False
+        self._gate = _soft_limit_gate()
+
+    def __enter__(self) -> soft_limit_held:
+        if self._gate is not None:
+            self._gate.held_by.append(weakref.ref(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._gate is not None:
+            self._gate.let_go(self)
+            if self.fired and not self.discard:
+                signal.raise_signal(signal.SIGUSR1)
 
 
-def _soft_limit_handler() -> Callable[..., Any] | int | None:
+class _Gate:
+    """Stands in front of the soft limit's own handler from its first use on, and notes what comes while it is held.
+
+    The blocks that hold it are known weakly: one whose ``__enter__`` or ``__exit__`` another signal's exception cut off
+    holds nothing any more.
+    """
+
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        self.handler = handler
+        self.held_by: list[weakref.ref[soft_limit_held]] = []
+
+    def __call__(self, signum: int, frame: object) -> None:
+        held = next((held for block in reversed(self.held_by) if (held := block()) is not None), None)
+        if held is None:
+            self.handler(signum, frame)
+        else:
+            held.fired = True
+
+    def let_go(self, ended: soft_limit_held) -> None:
+        """Forget this block, and those that are no more."""
+        self.held_by = [block for block in self.held_by if block() not in {None, ended}]
+
+
+def _soft_limit_gate() -> _Gate | None:
     if not (hasattr(signal, "SIGUSR1") and _in_main_thread()) or _is_green():
         return None
-    return signal.getsignal(signal.SIGUSR1)
-
-
-def _restore(handler: Callable[..., Any] | int) -> None:
+    handler = signal.getsignal(signal.SIGUSR1)
+    if isinstance(handler, _Gate):
+        return handler
+    if not callable(handler):  # no soft limit here
+        return None
+    gate = _Gate(handler)
     try:
-        signal.signal(signal.SIGUSR1, handler)
-    except BaseException:
-        # Before it changes anything, signal.signal runs what other handlers are due, and one of them raised.
-        signal.signal(signal.SIGUSR1, handler)
-        raise
+        signal.signal(signal.SIGUSR1, gate)
+    except ValueError:  # the main thread, but of a subinterpreter
+        return None
+    return gate

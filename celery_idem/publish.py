@@ -4,6 +4,7 @@
 ``idempotency_stamp``  JSON: v, task, id (the message's), key (digest of the key source), fp (fingerprint or "").
                        It travels with every copy, so a deploy changes neither key nor fingerprint of a message in
                        flight. A stamp that names another task or message was forwarded, and is derived anew.
+``idempotency_replaced``  JSON: the stable names of the idempotent tasks this message's task takes the place of.
 ``idempotency_park``   JSON: generation, count, expires (the message's original expiry). Never copied by a retry.
 """
 
@@ -26,12 +27,17 @@ from celery_idem.errors import ConfigurationError, KeyMissing
 
 if TYPE_CHECKING:
     from celery_idem.app import Runtime
-    from celery_idem.task import IdempotentTask
+    from celery_idem.task import Idempotent
 
 KEY_HEADER = "idempotency_key"
 STAMP_HEADER = "idempotency_stamp"
 PARK_HEADER = "idempotency_park"
-NOT_COPIED = (PARK_HEADER, "redelivered", "x-death", "x-first-death-", "x-last-death-")
+REPLACED_HEADER = "idempotency_replaced"
+DEPTH_HEADER = "idempotency_depth"
+"""Never on the wire: how deep a replacement run eagerly is, which Celery does not tell its request."""
+REVOKED_HEADER = "idempotency_revoked"
+"""Set by the worker that received a copy, never on the wire: "revoked" or "expired", to be judged after the claim."""
+NOT_COPIED = (PARK_HEADER, REVOKED_HEADER, "redelivered", "x-death", "x-first-death-", "x-last-death-")
 """Beginnings of headers that belong to one copy: ours, kombu's Redis mark, RabbitMQ's dead-letter history."""
 STAMP_VERSION = 1
 MOST = 2**31
@@ -104,7 +110,7 @@ def moment(expires: Any) -> datetime:
 
 
 def derive(
-    task: IdempotentTask,
+    task: Idempotent,
     policy: Policy,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -135,31 +141,56 @@ def derive(
 
 
 def stamped_headers(
-    task: IdempotentTask,
+    task: Idempotent,
     policy: Policy,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     message_id: str,
     headers: Mapping[str, Any] | None,
     explicit: str | None,
+    place: str = "",
 ) -> dict[str, Any]:
-    """The headers to publish: the message's own stamp kept, another's replaced, none added twice."""
+    """The headers to publish: the message's own stamp kept, another's replaced, none added twice.
+
+    A key given to a whole group reaches every member, so each gets its ``place`` behind it.
+    """
     stamped = dict(headers or {})
     if explicit is None and read_stamp(stamped, task.name, message_id) is not None:
         return stamped
     if STAMP_HEADER in stamped:  # forwarded from another message, whose own key is none of ours
         for name in (KEY_HEADER, STAMP_HEADER, PARK_HEADER):
             stamped.pop(name, None)
-    if explicit is not None:
-        stamped[KEY_HEADER] = explicit
+    given = stamped.get(KEY_HEADER) if explicit is None else explicit
+    if given is not None:
+        stamped[KEY_HEADER] = f"{given}{place}" if isinstance(given, str) and given.strip() else given
     stamp = derive(task, policy, args, kwargs, message_id, stamped.get(KEY_HEADER))
     stamped[STAMP_HEADER] = stamp.header()
     return stamped
 
 
-def stamp_of(
-    task: IdempotentTask, policy: Policy, request: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Stamp:
+def place_in_canvas(options: Mapping[str, Any]) -> str:
+    """Where these options of a call put it in its group or chord: ``#1``, ``#header#1``, or nothing.
+
+    The head of a chain stands where the chain's last step does, a chord's header behind its body.
+    """
+    index, chain, body = (options.get(name) for name in ("group_index", "chain", "chord"))
+    if index is None and chain:
+        return place_in_canvas(_end_of(chain[0]))  # the next step comes last
+    place = "" if index is None else f"#{index}"
+    return f"{place_in_canvas(_end_of(body))}#header{place}" if body else place
+
+
+def _end_of(sig: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of the task that ends this signature."""
+    kwargs = sig.get("kwargs") or {}
+    if sig.get("subtask_type") == "chord" and kwargs.get("body"):
+        return _end_of(kwargs["body"])
+    if sig.get("subtask_type") == "chain" and kwargs.get("tasks"):
+        return _end_of(kwargs["tasks"][-1])
+    return sig.get("options") or {}
+
+
+def stamp_of(task: Idempotent, policy: Policy, request: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Stamp:
     """The stamp a received message carries, or the one it should have had."""
     headers = request.headers or {}
     stamp = read_stamp(headers, task.name, request.id)
@@ -170,12 +201,12 @@ def stamp_of(
 
 
 def operation_of(
-    task: IdempotentTask, policy: Policy, runtime: Runtime, request: Any, stamp: Stamp, *, continues: bool
+    task: Idempotent, policy: Policy, runtime: Runtime, request: Any, stamp: Stamp, *, continues: bool
 ) -> Operation:
     """What this delivery claims, under a fresh token."""
     scope = _scope(policy, request)
-    depth = int(request.replaced_task_nesting or 0)
     name = policy.name or task.name
+    depth = _depth(request, name)
     parked = read_parked(request.headers or {})
     generation = request.retries or 0
     if not isinstance(generation, int) or not 0 <= generation < MOST:
@@ -199,6 +230,26 @@ def operation_of(
     )
 
 
+def replaced_names(request: Any) -> list[str] | None:
+    """Whom the request's task takes the place of; None where nobody kept count."""
+    with suppress(KeyError, TypeError, ValueError, RecursionError):
+        names = json.loads((request.headers or {})[REPLACED_HEADER])
+        if isinstance(names, list):
+            return [str(name) for name in names]
+    return None
+
+
+def _depth(request: Any, name: str) -> int:
+    """What keeps a replacement apart from the message it replaces: 0, and one more each time, for the same task.
+
+    Another task in a replacement is the same operation as anywhere else. Where a plain task replaced itself, after
+    others that are not known, only the depth is sure to be new.
+    """
+    nesting = int(request.replaced_task_nesting or 0)
+    names = replaced_names(request)
+    return nesting if (nesting > 1 if names is None else name in names) else 0
+
+
 def _storable(message_id: str | None) -> None:
     try:
         if message_id is None or "\0" not in message_id.encode().decode():
@@ -208,7 +259,7 @@ def _storable(message_id: str | None) -> None:
     raise KeyMissing(f"task_id={message_id!r} holds a character no store can keep: use plain text")
 
 
-def check_task(task: IdempotentTask, policy: Policy) -> None:
+def check_task(task: Idempotent, policy: Policy) -> None:
     """``ConfigurationError`` if the policy names arguments the task has not."""
     try:
         keys.KeySource.parse(policy.key).check(task.run)

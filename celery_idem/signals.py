@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from celery.signals import task_failure, task_postrun, task_success, worker_process_shutdown
+from celery.signals import task_failure, task_postrun, task_retry, task_success, worker_process_shutdown
 
 ATTRIBUTE = "celery_idem_delivery"
 """Where the request carries its delivery."""
@@ -18,6 +18,7 @@ def connect() -> None:
     """Connect the handlers, once per process."""
     task_success.connect(_told, weak=False, dispatch_uid="celery_idem.told")
     task_failure.connect(_told, weak=False, dispatch_uid="celery_idem.failed")
+    task_retry.connect(_retried, weak=False, dispatch_uid="celery_idem.retried")
     task_postrun.connect(_over, weak=False, dispatch_uid="celery_idem.over")
     worker_process_shutdown.connect(_close, weak=False, dispatch_uid="celery_idem.close")
 
@@ -31,6 +32,10 @@ def _told(sender: Any = None, **_: Any) -> None:
     delivery = _delivery(sender)
     if delivery is not None:
         delivery.told()
+
+
+def _retried(sender: Any = None, **_: Any) -> None:
+    _over(sender)
 
 
 def _over(task: Any = None, **_: Any) -> None:

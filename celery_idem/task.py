@@ -1,66 +1,103 @@
 """IdempotentTask: the class users subclass. It stamps what is published and hands what arrives to ``delivery``.
 
 ``__call__`` is the one door: everything after it in Celery's tracer keys on what it returns or raises, so returning a
-stored value continues the canvas as the first run did.
+stored value continues the canvas as the first run did. ``Idempotent`` is all of it but the ack settings: what
+``optin`` puts in front of the bases of a task that a setting switches on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
+from celery.canvas import Signature
 from celery.exceptions import Retry
 from celery.utils import uuid
+from celery.utils.imports import symbol_by_name
 
 from celery_idem import publish
 from celery_idem.app import ensure_installed, runtime_of
 from celery_idem.core.context import RUNNING, RunContext, current
+from celery_idem.core.effects import Effects
 from celery_idem.core.keys import KeySource
 from celery_idem.core.policy import UNSET, Policy
 from celery_idem.core.settings import PER_TASK
-from celery_idem.delivery import Delivering
+from celery_idem.delivery import Delivering, tell_started
 from celery_idem.errors import ConfigurationError, KeyMissing
 from celery_idem.parking import confirmed_producer
 from celery_idem.signals import ATTRIBUTE
 
 
-class IdempotentTask(Task):  # type: ignore[type-arg]  # not subscriptable before Celery 5.6
-    """A task whose effect happens once per key, and whose duplicates get the first result.
+def door(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Put the claim in front of a ``__call__``; what its own body calls goes straight through."""
 
-    Options of ``@app.task(base=IdempotentTask, …)``, besides Celery's own:
-        idempotency: a ``Policy``. A subclass's policy is laid over its base's.
-        key: shorthand for ``Policy(key=…)``.
+    @functools.wraps(inner)
+    def claiming(self: Idempotent, *args: Any, **kwargs: Any) -> Any:
+        request = self.request
+        delivery = request.__dict__.get(ATTRIBUTE)
+        if delivery is not None and delivery.in_body:  # super().__call__(), or a body that calls its own task
+            return inner(self, *args, **kwargs)
+        runtime = runtime_of(self.app)
+        if not request.called_directly and runtime.protects(self) and not runtime.is_broadcast(request.delivery_info):
+            return Delivering(self, runtime, request, functools.partial(inner, self), args, kwargs).handle()
+        if not request.called_directly:
+            tell_started(self, request)
+        running = RUNNING.set(self._unclaimed(args, kwargs))
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            RUNNING.reset(running)
 
-    Messages are acked late and given back when a worker process dies, unless the task says otherwise: a task that
-    is acked before it ran happens at most once.
-    """
+    claiming.is_door = True  # type: ignore[attr-defined]
+    return claiming
 
-    abstract = True
-    acks_late = True
-    reject_on_worker_lost = True
+
+def _body(self: Idempotent, *args: Any, **kwargs: Any) -> Any:
+    """Run the task's own body, and whatever ``__call__`` a base of the user's puts around it."""
+    # Celery's own __call__ would push a copied request, whose children and mutations are lost; a base of the user's
+    # that stands between must run all the same.
+    if self.request.called_directly or _stands_between(type(self), "__call__"):
+        return super(Idempotent, self).__call__(*args, **kwargs)
+    return self.run(*args, **kwargs)
+
+
+def _stands_between(cls: type[Idempotent], method: str) -> bool:
+    """Whether a base of the user's has its own method between ours and Celery's."""
+    mro = cls.__mro__
+    return next(c for c in mro[mro.index(Idempotent) + 1 :] if method in c.__dict__) is not Task
+
+
+class Idempotent(Task):  # type: ignore[type-arg]  # not subscriptable before Celery 5.6
+    """What makes the effect of a task happen once per key. Subclass ``IdempotentTask``."""
+
     idempotency_policy = Policy()
+    always_idempotent = False
+    """Whether the class says so itself; else the app's settings do."""
+    Request = "celery_idem.received:Request"
     tracks_started = False
     """Celery's ``track_started``, taken over: STARTED is written after the claim."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.take_policy()
+
+    @classmethod
+    def take_policy(cls) -> None:
+        """Lay the class's own ``idempotency=Policy(…)`` over its bases', and claim before its own ``__call__``."""
         policy = cls.__dict__.get("idempotency")
         if isinstance(policy, Policy):
             del cls.idempotency
-        elif policy is not None and not isinstance(policy, property):
-            raise ConfigurationError(f"idempotency={policy!r}: give a Policy, such as Policy(key='order:{{order_id}}')")
-        own = policy if isinstance(policy, Policy) else Policy()
-        if cls.__dict__.get("_decorated"):
-            _refuse_stray(cls.__dict__, own)
-        if "key" in cls.__dict__:
-            own = own.over(Policy(key=cls.__dict__["key"]))
-        cls.idempotency_policy = own.over(cls.idempotency_policy)
+            cls.idempotency_policy = policy.over(cls.idempotency_policy)
+        if not hasattr(cls.__call__, "is_door"):
+            cls.__call__ = door(cls.__call__)  # type: ignore[method-assign]
 
     @classmethod
     def bind(cls, app: Any) -> Any:
         """Bind to the app; the worker's check and signal handlers come along."""
         bound = super().bind(app)
+        cls.take_policy()  # of a class that was made before its base was switched on
         # STARTED must be written after the claim, or a dropped copy overwrites the final state.
         if cls.track_started:
             cls.tracks_started, cls.track_started = True, False
@@ -102,34 +139,44 @@ class IdempotentTask(Task):  # type: ignore[type-arg]  # not subscriptable befor
             KeyMissing: the key source yields nothing for these arguments; nothing was published.
         """
         runtime = runtime_of(self.app)
-        given = dict(task_id=task_id, producer=producer, link=link, link_error=link_error, shadow=shadow, **options)
-        if runtime.mode != "off":
+        given = {"task_id": task_id, "producer": producer, "link": link, "link_error": link_error, "shadow": shadow}
+        given = {name: value for name, value in given.items() if value is not None} | options
+        if runtime.protects(self):
             fits = getattr(self, "__header__", None) if self.typing else None
             if fits is not None:
                 fits(*(args or ()), **(kwargs or {}))  # Celery's own TypeError, before any word about keys
-            given["task_id"] = task_id = task_id or uuid()
+            message_id = task_id or uuid()
             given["headers"] = publish.stamped_headers(
                 self,
                 runtime.policy_of(self),
                 args or (),
                 kwargs or {},
-                task_id,
+                message_id,
                 options.get("headers"),
                 idempotency_key,
+                publish.place_in_canvas(options),
             )
-        if options.get("retries") and producer is None and not self.app.conf.task_always_eager:
+            if task_id is None and _stands_between(type(self), "apply_async"):
+                # The application's own may choose the id, the arguments too: the worker derives the stamp from those.
+                del given["headers"][publish.STAMP_HEADER]
+            else:
+                given["task_id"] = message_id
+        succeeds = options.get("retries") or options.get("replaced_task_nesting")
+        if succeeds and producer is None and not self.app.conf.task_always_eager:
             # The attempt that sends its own successor is acked on the strength of it.
             with confirmed_producer(self.app) as given["producer"]:
                 return super().apply_async(args, kwargs, **given)
         return super().apply_async(args, kwargs, **given)
 
-    def apply(  # type: ignore[override]
-        self, args: Any = None, kwargs: Any = None, *, idempotency_key: str | None = None, **options: Any
+    def apply(
+        self, args: Any = None, kwargs: Any = None, *more: Any, idempotency_key: str | None = None, **options: Any
     ) -> Any:
         """Like Celery's own, at once and here; a key given wins over the policy's key source."""
-        if idempotency_key is not None:
-            options["headers"] = {**(options.get("headers") or {}), publish.KEY_HEADER: idempotency_key}
-        return super().apply(args, kwargs, **options)
+        ours = {publish.KEY_HEADER: idempotency_key, publish.DEPTH_HEADER: options.get("replaced_task_nesting")}
+        ours = {name: value for name, value in ours.items() if value is not None}
+        if ours:
+            options["headers"] = {**(options.get("headers") or {}), **ours}
+        return super().apply(args, kwargs, *more, **options)
 
     def retry(  # type: ignore[override]
         self, args: Any = None, kwargs: Any = None, exc: Any = None, throw: bool = True, **options: Any
@@ -148,6 +195,22 @@ class IdempotentTask(Task):  # type: ignore[type-arg]  # not subscriptable befor
             delivery.announce(retried)
         return retried
 
+    def replace(self, sig: Any) -> Any:
+        """Like Celery's own; refused once the lease is lost, and the same ids if the body has to run again."""
+        delivery = self.request.__dict__.get(ATTRIBUTE)
+        return super().replace(sig if delivery is None else delivery.replacement(sig))
+
+    def on_replace(self, sig: Any) -> Any:
+        """Like Celery's own, and the delivery learns whose Ignore follows."""
+        delivery = self.request.__dict__.get(ATTRIBUTE)
+        if delivery is None:
+            return super().on_replace(sig)
+        sig = delivery.replacing(sig)
+        if self.request.is_eager or type(sig) is not Signature:
+            return super().on_replace(sig)  # a canvas drops the producer; its idempotent tasks see to it themselves
+        with confirmed_producer(self.app) as producer:
+            return super().on_replace(sig.set(producer=producer))
+
     def signature_from_request(
         self, request: Any = None, args: Any = None, kwargs: Any = None, queue: Any = None, **options: Any
     ) -> Any:
@@ -156,7 +219,7 @@ class IdempotentTask(Task):  # type: ignore[type-arg]  # not subscriptable befor
         given = options.pop("headers", None)
         headers = publish.copied(request.headers if given is None else given)
         runtime = runtime_of(self.app)
-        if request.id is not None and runtime.mode != "off":
+        if request.id is not None and runtime.protects(self):
             policy = runtime.policy_of(self)
             delivery = request.__dict__.get(ATTRIBUTE)
             stamp = None if delivery is None else delivery.stamp  # a body may have changed the arguments since
@@ -176,31 +239,23 @@ class IdempotentTask(Task):  # type: ignore[type-arg]  # not subscriptable befor
         """The message itself once more, as it is parked: same id, arguments, canvas and queue."""
         return super().signature_from_request(request, **options)
 
+    def start_strategy(self, app: Any, consumer: Any, **kwargs: Any) -> Any:
+        """Like Celery's own; a Request class of the application's comes behind ours."""
+        from celery_idem import received  # what it imports is for workers alone
+
+        request = symbol_by_name(self.Request)
+        if not issubclass(request, received.Request):
+            type(self).Request = type(request.__name__, (received.Request, request), {})  # type: ignore[assignment]
+        return super().start_strategy(app, consumer, **kwargs)
+
     # --- running ---------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the body once per key, or hand on what its first run left."""
-        request = self.request
-        runtime = runtime_of(self.app)
-        if request.called_directly or runtime.mode == "off" or runtime.is_broadcast(request.delivery_info):
-            running = RUNNING.set(self._unclaimed(args, kwargs))
-            try:
-                return self.run_body(args, kwargs)
-            finally:
-                RUNNING.reset(running)
-        return Delivering(self, runtime, request, args, kwargs).handle()
-
-    def run_body(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the task's own body, and whatever ``__call__`` a base of the user's puts around it."""
-        # Celery's own __call__ would push a copied request, whose children and mutations are lost; a base of the
-        # user's that stands between must run all the same.
-        inherited = next(c for c in type(self).__mro__[_place(type(self)) :] if "__call__" in c.__dict__)
-        if self.request.called_directly or inherited is not Task:
-            return super().__call__(*args, **kwargs)
-        return self.run(*args, **kwargs)
+    __call__ = door(_body)
 
     def _unclaimed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunContext:
-        return RunContext(lambda: self._key_of(args, kwargs))
+        around = current()  # a direct call in a body is part of that body
+        effects = Effects(lambda: runtime_of(self.app).engine_for(self)) if around is None else around.effects
+        return RunContext(lambda: self._key_of(args, kwargs), effects=effects)
 
     def _key_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """The key these arguments would have; empty where a bare call has none."""
@@ -213,6 +268,36 @@ class IdempotentTask(Task):  # type: ignore[type-arg]  # not subscriptable befor
             return publish.operation_of(self, policy, runtime, request, stamp, continues=False).key
         except (KeyMissing, TypeError):
             return ""
+
+
+class IdempotentTask(Idempotent):
+    """A task whose effect happens once per key, and whose duplicates get the first result.
+
+    Options of ``@app.task(base=IdempotentTask, …)``, besides Celery's own:
+        idempotency: a ``Policy``. A subclass's policy is laid over its base's.
+        key: shorthand for ``Policy(key=…)``.
+
+    Messages are acked late and given back when a worker process dies, unless the task says otherwise: a task that
+    is acked before it ran happens at most once.
+    """
+
+    abstract = True
+    always_idempotent = True
+    acks_late = True
+    reject_on_worker_lost = True
+
+    @classmethod
+    def take_policy(cls) -> None:
+        """Like the base's, where ``key=`` alone may stand for a policy and any other word of one is refused."""
+        policy = cls.__dict__.get("idempotency")
+        if policy is not None and not isinstance(policy, (Policy, property)):
+            raise ConfigurationError(f"idempotency={policy!r}: give a Policy, such as Policy(key='order:{{order_id}}')")
+        own = policy if isinstance(policy, Policy) else Policy()
+        if cls.__dict__.get("_decorated"):
+            _refuse_stray(cls.__dict__, own)
+        super().take_policy()
+        if "key" in cls.__dict__:
+            cls.idempotency_policy = Policy(key=cls.__dict__["key"]).over(cls.idempotency_policy)
 
 
 def _refuse_stray(options: Mapping[str, Any], own: Policy) -> None:
@@ -228,8 +313,4 @@ def _refuse_stray(options: Mapping[str, Any], own: Policy) -> None:
         raise ConfigurationError(f"task {options.get('name')} has a key of its own and one in its Policy: keep one")
 
 
-def _place(cls: type) -> int:
-    return cls.__mro__.index(IdempotentTask) + 1
-
-
-__all__ = ["IdempotentTask"]
+__all__ = ["Idempotent", "IdempotentTask"]

@@ -145,6 +145,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
     The count goes to the file ``TEST_COUNT_FILE`` names, for the floor in ``.ci/run``.
     """
+    if hasattr(session.config, "workerinput"):  # one process of several, whose reports go to the one that started them
+        session.config.workeroutput["servers"] = [(server.title, server.describe) for server in USED]  # type: ignore[attr-defined]
+        return
     if _tally.unrun and session.exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     count_file = os.environ.get("TEST_COUNT_FILE")
@@ -152,12 +155,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         Path(count_file).write_text(f"{_tally.passed}\n")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Learn which servers one process of several used."""
+    _servers.extend(map(tuple, getattr(node, "workeroutput", {}).get("servers", ())))
+
+
+_servers: list[tuple[str, str]] = []
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Name the servers the tests ran on, and what did not run."""
-    for title in dict.fromkeys(server.title for server in USED):
-        servers = [server for server in USED if server.title == title]
-        more = f" and {len(servers) - 1} more of the same" if len(servers) > 1 else ""
-        terminalreporter.write_line(f"{servers[0].describe}{more}")
+    used = [*_servers, *((server.title, server.describe) for server in USED)]
+    for title in dict.fromkeys(title for title, _ in used):
+        described = [text for named, text in used if named == title]
+        more = f" and {len(described) - 1} more of the same" if len(described) > 1 else ""
+        terminalreporter.write_line(f"{described[0]}{more}")
     if _tally.deselected:
         terminalreporter.write_line(f"{_tally.deselected} deselected: this was not the whole suite", yellow=True)
     for line in _tally.unrun:

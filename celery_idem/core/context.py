@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 from celery_idem.errors import LeaseLost
+
+if TYPE_CHECKING:
+    from celery_idem.core.effects import Effects
 
 
 class RunContext:
     """The running attempt as its body sees it."""
 
-    __slots__ = ("_key", "_lost", "attempt", "fence", "reclaimed", "token")
+    __slots__ = ("_key", "_lost", "attempt", "effects", "fence", "reclaimed", "token")
 
     def __init__(
         self,
         key: str | Callable[[], str],
         *,
+        effects: Effects,
         fence: int = 0,
         attempt: int = 1,
         reclaimed: bool = False,
@@ -31,6 +37,8 @@ class RunContext:
         self.reclaimed = reclaimed
         """An earlier run may have had its effect."""
         self.token = token
+        self.effects = effects
+        """What ``transaction`` begins; other connections than the store's begin it here too."""
         self._lost = lost
 
     @property
@@ -52,6 +60,20 @@ class RunContext:
         """Raise ``LeaseLost`` if another worker holds the key by now; for bodies that no pool can interrupt."""
         if self._lost():
             raise LeaseLost("another worker holds this key now: stop, nothing this run does counts any more")
+
+    def transaction(self) -> AbstractContextManager[Any]:
+        """A SQLAlchemy ``Connection`` on the store's database: what is written there happens once, or not at all.
+
+        It commits when the body returns, together with the completion of the claim; an exception that leaves the
+        ``with`` statement, or the body, takes it back. Entered again it is the same transaction. In a direct call, with
+        the mode ``off`` or ``observe``, nothing is completed: it commits at the end of the ``with`` statement.
+
+        Raises:
+            ConfigurationError: the store is no SQL database, or keeps no outcome of this task.
+            LeaseLost: another worker holds the key.
+            StoreUnavailable: the store's database does not answer.
+        """
+        return self.effects.transaction()
 
     def __repr__(self) -> str:
         return f"RunContext(key={self.key!r}, fence={self.fence}, attempt={self.attempt}, reclaimed={self.reclaimed})"

@@ -9,6 +9,7 @@ say. Read next: ``core.run`` for one claim from its grant to its end, ``core.dec
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection
@@ -22,9 +23,9 @@ from celery_idem.core.codec import (
     decode_value,
     encode_exception,
     encode_value,
-    through_codec,
 )
 from celery_idem.core.context import RunContext
+from celery_idem.core.effects import Effects
 from celery_idem.core.events import Emitter, EventName
 from celery_idem.core.heartbeat import Heartbeat
 from celery_idem.core.local_cache import LocalCache
@@ -45,13 +46,14 @@ from celery_idem.core.records import (
 )
 from celery_idem.core.run import Body, Ending, Run, call
 from celery_idem.errors import (
+    ConfigurationError,
     RecordCorrupt,
     ResultUnavailable,
     StoreError,
     StoreUnavailable,
 )
 from celery_idem.interrupt import soft_limit_held
-from celery_idem.stores.base import Store
+from celery_idem.stores.base import Carrier, Store, Transaction, Transactional
 
 logger = logging.getLogger("celery_idem")
 POLLS = (0.02, 0.04, 0.08, 0.16, 0.2)
@@ -147,6 +149,8 @@ class Engine:
         observe: bool = False,
         on_claimed: Callable[[], None] = lambda: None,
         hopeless: Callable[[Decision], bool] = lambda _: False,
+        wait: float | None = None,
+        patience: float = math.inf,
     ) -> RunResult:
         """Like ``run``, but the caller reports a CONFLICT or a ``StoreError``, and ends what stays open.
 
@@ -160,6 +164,8 @@ class Engine:
             observe: run the body whatever the answer, and say what enforcing would have done.
             on_claimed: called before the body starts.
             hopeless: asked at every HELD; true ends the wait at once.
+            wait: seconds to wait for a key that is held, where it is not the policy's ``wait_timeout``.
+            patience: seconds to wait at most before the body, be it for the key or for the store.
 
         Returns:
             ``error`` is what the body or its first run raised; ``claim`` is still open, to be ended with ``release``,
@@ -170,7 +176,8 @@ class Engine:
             return self._replay(operation, Decision(Answer.COMPLETED, None, cached), local=True)
         attempt = _Attempt()
         try:
-            self._claim(operation, attempt, hopeless, observe=observe)
+            wait = min(self.policy.wait_timeout if wait is None else wait, patience)
+            self._claim(operation, attempt, hopeless, wait, min(self._store_timeout, patience), observe=observe)
             decision = attempt.decision
             if decision is None:
                 return self._unprotected(operation, body)
@@ -232,15 +239,22 @@ class Engine:
     # --- claim and wait --------------------------------------------------------------------------------------------
 
     def _claim(
-        self, operation: Operation, attempt: _Attempt, hopeless: Callable[[Decision], bool], *, observe: bool
+        self,
+        operation: Operation,
+        attempt: _Attempt,
+        hopeless: Callable[[Decision], bool],
+        wait: float,
+        hold: float,
+        *,
+        observe: bool,
     ) -> None:
-        """Ask until the answer is not HELD, at most ``wait_timeout`` seconds; past a dead holder at once.
+        """Ask until the answer is not HELD, at most ``wait`` seconds; past a dead holder at once.
 
         No decision is left where the store is down and the policy says to run all the same.
         """
         fail_closed = not observe and self.policy.storage_policy == "fail_closed"
-        hold = self._store_timeout if fail_closed else 0.0
-        give_up = time.monotonic() + (0.0 if observe else self.policy.wait_timeout)
+        hold = hold if fail_closed else 0.0
+        give_up = time.monotonic() + (0.0 if observe else wait)
         polls, waited, dead_fence = iter(POLLS), False, None
         while True:
             try:
@@ -351,7 +365,8 @@ class Engine:
         return decode_exception(encoded, self._accept)
 
     def _unprotected(self, operation: Operation, body: Body, decision: Decision | None = None) -> RunResult:
-        value, error = call(body, RunContext(operation.key, token=operation.token))
+        context = RunContext(operation.key, token=operation.token, effects=Effects(lambda: self))
+        value, error = call(body, context)
         return RunResult(Status.UNPROTECTED, value, decision, None, error)
 
     def _observed(self, operation: Operation, decision: Decision, body: Body) -> RunResult:
@@ -381,19 +396,30 @@ class Engine:
 
     # --- storing an outcome ----------------------------------------------------------------------------------------
 
-    def encode(self, kind: Kind, value: Any) -> tuple[Encoded | None, Any]:
-        """The outcome's stored form, and the value as every replay will have it.
+    def encode(self, kind: Kind, value: Any) -> Encoded | None:
+        """The outcome's stored form. This run's own value goes on as it is: duplicates get what the serializer says.
 
         Raises:
             NotKept: the value cannot be said or is too big.
         """
         limit = self.policy.result_max_bytes
         if kind is Kind.RESULT:
-            encoded = encode_value(value, self._serializer, max_bytes=limit)
-            return encoded, through_codec(encoded, self._accept)
+            return encode_value(value, self._serializer, max_bytes=limit)
         if kind is Kind.FAILURE:
-            return encode_exception(value, self._serializer, max_bytes=limit), value
-        return None, value
+            return encode_exception(value, self._serializer, max_bytes=limit)
+        return None
+
+    def begin(self, claim: Claim | None, carrier: Carrier | None) -> Transaction | None:
+        """Begin a body's transaction, asking for at most ``store_timeout``; None if another token has the key."""
+        store = self.store
+        if not isinstance(store, Transactional):
+            raise ConfigurationError(
+                f"transaction() needs records and effects in one SQL database, and idempotency_store is {store.name}: "
+                "name that database there (postgresql+psycopg2://…, sqlite:///…), or hand self.idempotency.key to "
+                "whoever takes your effect"
+            )
+        transaction: Transaction | None = self._patiently(lambda: store.begin(claim, carrier), self._store_timeout)
+        return transaction
 
     def complete(self, claim: Claim, outcome: Outcome, *, patient: bool = True) -> Ended | None:
         """Record the outcome, asking for at most one lease; None if the store never answered."""

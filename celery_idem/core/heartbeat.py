@@ -3,7 +3,7 @@
 A lease is due a third of its length after its last confirmed renewal, so a task shorter than that costs nothing.
 Only the answer LOST takes a lease away; no answer means trying again, for the fence still guards. Between beats the
 thread gives back claims whose release got no answer, and deletes expired records, off every task's path. After a fork
-the child starts with a thread of its own.
+the child starts with a thread of its own. Under gevent it is a real thread all the same, beside the hub.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import random
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from celery_idem.core.events import Emitter, EventName
-from celery_idem.core.records import Claim, Release, Renewal, Successor
+from celery_idem.core.records import Claim, Operation, Release, Renewal, Successor
+from celery_idem.core.threads import Bell, original, start_thread, way_back
 from celery_idem.errors import StoreError, StoreUnavailable
 from celery_idem.interrupt import soft_limit_held
 from celery_idem.stores.base import Store
@@ -48,23 +50,31 @@ class _Leftover:
 
 
 class Heartbeat:
-    """Keeps claims and rights to continue alive until they are discarded or lost."""
+    """Keeps claims and rights to continue alive until they are discarded or lost.
 
-    def __init__(self, store: Store, emit: Emitter, *, purge: bool = True) -> None:
+    Args:
+        store: only the thread uses it. Under gevent it must be nobody else's, memory:// excepted.
+        emit: called where the application's code runs.
+        purge: whether to delete expired records.
+        closes: whether the thread closes the store at its end.
+    """
+
+    def __init__(self, store: Store, emit: Emitter, *, purge: bool = True, closes: bool = False) -> None:
         self._store = store
         self._emit = emit
         self._purge = purge
+        self._closes = closes
         self._reset()
 
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._leases: dict[str, _Lease] = {}
         self._leftovers: list[_Leftover] = []
-        # Bodies' threads take the mutex itself: it is C all through, so a signal's exception cannot leave it taken, as
-        # it could inside the condition's own __exit__.
-        self._mutex = threading.RLock()
-        self._changed = threading.Condition(self._mutex)
-        self._thread: threading.Thread | None = None
+        # C all through, so a signal's exception cannot leave it taken, as it could inside a condition's own __exit__.
+        self._mutex = original("_thread", "RLock")()
+        self._bell = Bell()
+        self._join: Callable[[], object] | None = None
+        self._back = way_back()
         self._wakes_at = float("inf")
         self._stopping = False
         self._purges_at = time.monotonic() + random.uniform(PURGE_EVERY / 3, PURGE_EVERY)  # noqa: S311
@@ -89,13 +99,12 @@ class Heartbeat:
             self._wake_by(now + RETRY_AFTER)
 
     def _wake_by(self, moment: float) -> None:
-        if self._thread is None:
+        if self._join is None:
             with soft_limit_held():  # a thread that is known must also run
                 self._stopping = False
-                self._thread = threading.Thread(target=self._run, name="celery_idem heartbeat", daemon=True)
-                self._thread.start()
+                self._join = start_thread(self._run, "celery_idem heartbeat")
         elif moment < self._wakes_at:
-            self._changed.notify()
+            self._bell.ring()
 
     def discard(self, claim: Claim) -> None:
         """Stop renewing; the lease lapses unless it is ended."""
@@ -113,42 +122,48 @@ class Heartbeat:
 
     def stop(self) -> None:
         """End the thread and wait for it; leases still held lapse by themselves. ``add`` starts another."""
-        thread = self._thread
-        if thread is None or self._pid != os.getpid():
+        join = self._join
+        if join is None or self._pid != os.getpid():
             return
+        self._stopping = True
+        self._bell.ring()
+        join()
         with self._mutex:
-            self._stopping = True
-            self._changed.notify()
-        thread.join()
-        with self._mutex:
-            self._thread = None
+            self._join = None
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
+        while not self._stopping:
+            with self._mutex:
                 self._wakes_at = min([self._purges_at, *(lease.due for lease in self._leases.values())])
                 if self._leftovers:
                     self._wakes_at = min(self._wakes_at, time.monotonic() + RETRY_AFTER)
-                if not self._stopping:
-                    self._changed.wait(max(0.0, self._wakes_at - time.monotonic()))
+            self._bell.wait(self._wakes_at - time.monotonic())
+            with self._mutex:
                 self._wakes_at = float("-inf")
-                if self._stopping:
-                    return
                 now = time.monotonic()
                 due = [lease for lease in self._leases.values() if lease.due <= now]
-            try:
-                if due:
-                    self.beat(due)
-                if self._leftovers:
-                    self._give_back(now)
-                if now >= self._purges_at:
-                    self._purges_at = now + PURGE_EVERY * random.uniform(0.67, 1.33)  # noqa: S311
-                    if self._purge:
-                        self._store.purge(PURGE_LIMIT)
-            except StoreError as error:
-                logger.info("celery_idem background work: %s", error)
-            except Exception:
-                logger.exception("the celery_idem heartbeat goes on after an error")
+            if not self._stopping:
+                self._work(due, now)
+        if self._closes:
+            self._store.close()
+
+    def _work(self, due: list[_Lease], now: float) -> None:
+        try:
+            if due:
+                self.beat(due)
+            if self._leftovers:
+                self._give_back(now)
+            if now >= self._purges_at:
+                self._purges_at = now + PURGE_EVERY * random.uniform(0.67, 1.33)  # noqa: S311
+                if self._purge:
+                    self._store.purge(PURGE_LIMIT)
+        except StoreError as error:
+            self._back(partial(logger.info, "celery_idem background work: %s", error))
+        except Exception as error:  # noqa: BLE001  logged, where the log's own locks are
+            self._back(partial(logger.error, "the celery_idem heartbeat goes on after an error", exc_info=error))
+
+    def _tell(self, name: EventName, operation: Operation, **more: Any) -> None:
+        self._back(partial(self._emit, name, operation, **more))
 
     def beat(self, due: list[_Lease]) -> None:
         """Renew these leases in one round trip and act on the answers."""
@@ -158,7 +173,7 @@ class Heartbeat:
         except StoreError as error:
             for lease in due:
                 lease.due = time.monotonic() + min(RETRY_AFTER, lease.claim.lease / 6)
-                self._emit(EventName.RENEW_FAILED, lease.claim.operation, fence=lease.claim.fence, error=str(error))
+                self._tell(EventName.RENEW_FAILED, lease.claim.operation, fence=lease.claim.fence, error=str(error))
             return
         for lease in due:
             answer = answers.get(lease.claim.token, Renewal.BUSY)
@@ -170,7 +185,7 @@ class Heartbeat:
                     lease.due = sent + min(RETRY_AFTER, lease.claim.lease / 6)
 
     def _give_back(self, now: float) -> None:
-        with self._changed:
+        with self._mutex:
             self._leftovers = [left for left in self._leftovers if left.until > now]
             leftovers = list(self._leftovers)
         for left in leftovers:
@@ -179,14 +194,14 @@ class Heartbeat:
             except StoreUnavailable:
                 raise  # all stay for later
             except StoreError as error:  # this one alone cannot be given back
-                logger.warning("a claim of %s was not given back: %s", left.claim.key, error)
-            with self._changed:
+                self._back(partial(logger.warning, "a claim of %s was not given back: %s", left.claim.key, error))
+            with self._mutex:
                 self._leftovers.remove(left)
 
     def _lose(self, lease: _Lease) -> None:
-        with self._changed:
+        with self._mutex:
             if self._leases.pop(lease.claim.token, None) is None:
                 return  # it ended while the answer was on its way
         if not lease.claim.right:
-            self._emit(EventName.LEASE_LOST, lease.claim.operation, fence=lease.claim.fence)
+            self._tell(EventName.LEASE_LOST, lease.claim.operation, fence=lease.claim.fence)
         lease.on_lost()

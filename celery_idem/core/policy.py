@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from celery_idem.core.settings import BY_NAME, PER_TASK, Settings, checked
+from celery_idem.errors import ConfigurationError
 
 
 class _Unset:
@@ -65,3 +68,38 @@ class Policy:
     def replays(self, error: BaseException) -> bool:
         """Whether this exception is an outcome to be stored."""
         return isinstance(error, tuple(self.replay_failures))
+
+
+class Patterns:
+    """``idempotency_tasks``, read: which tasks the setting names, and the options it gives them.
+
+    Raises:
+        ConfigurationError: an unknown option, with the nearest match; a value its option refuses; nothing switched on.
+    """
+
+    def __init__(self, given: Mapping[str, Any] | Sequence[str] | None) -> None:
+        said = ["*"] if given is None else given
+        pairs = said.items() if isinstance(said, Mapping) else [(glob, True) for glob in said]
+        self._rows = [(glob, _options(glob, word)) for glob, word in pairs]
+        if not any(policy for _, policy in self._rows):
+            raise ConfigurationError('idempotency_tasks switches nothing on: add "*": True for all the rest')
+
+    def of(self, name: str) -> Policy | Literal[False] | None:
+        """The options of the first glob that fits; False where it says False, None where none fits."""
+        return next((policy for glob, policy in self._rows if fnmatchcase(name, glob)), None)
+
+    def idle(self, names: Collection[str]) -> list[str]:
+        """The globs that fit none of these tasks."""
+        return [glob for glob, _ in self._rows if not any(fnmatchcase(name, glob) for name in names)]
+
+
+def _options(glob: str, word: Any) -> Policy | Literal[False]:
+    if word is False or isinstance(word, Policy):
+        return word
+    options = {} if word is True else word
+    for option in options:
+        if option not in (*PER_TASK, "name"):
+            near = get_close_matches(str(option), PER_TASK, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "see docs/reference/settings.md"
+            raise ConfigurationError(f"idempotency_tasks[{glob!r}] names {option!r}, which is no option: {hint}")
+    return Policy(**options)

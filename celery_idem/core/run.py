@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from celery_idem.core.codec import NotKept
 from celery_idem.core.context import RUNNING, RunContext
+from celery_idem.core.effects import Effects
 from celery_idem.core.events import EventName
 from celery_idem.core.records import (
     Answer,
@@ -27,12 +29,13 @@ from celery_idem.core.records import (
     Status,
     Successor,
 )
-from celery_idem.errors import DeliveriesExhausted, LeaseLost, OutcomeUnknown
+from celery_idem.errors import DeliveriesExhausted, LeaseLost, OutcomeUnknown, StoreUnavailable
 from celery_idem.interrupt import Guard, soft_limit_held
 
 if TYPE_CHECKING:
     from celery_idem.core.engine import Engine
 
+logger = logging.getLogger("celery_idem")
 Body = Callable[[RunContext], Any]
 
 
@@ -82,8 +85,16 @@ class Run:
         self.around = RUNNING.get()
         self.lost = False
         self.began = False
+        self.effects = Effects(
+            lambda: engine,
+            None if observe else claim,
+            on_lost=self._on_lost,
+            lose=self._lose,
+            lost=lambda: self.lost,
+        )
         self.context = RunContext(
             operation.key,
+            effects=self.effects,
             fence=claim.fence,
             attempt=claim.attempts,
             reclaimed=claim.unknown,
@@ -120,12 +131,15 @@ class Run:
         except BaseException as error:
             if self.lost and isinstance(error, LeaseLost):
                 return RunResult(Status.LEASE_LOST, decision=decision)
+            if error is self.effects.outage and not self.observe:
+                raise
             if self.began:  # struck between the body and its ending: the effect may be there
                 result = self._end(self.ending(None, error), None, error)
                 kept = result.claim is not None
                 return result
             raise
         finally:
+            self.effects.undo(last=True)
             if not kept:
                 engine.heartbeat.discard(claim)
             # Again, in case a soft limit cut either off.
@@ -137,6 +151,11 @@ class Run:
         self.lost = True
         if self.engine.policy.on_lease_lost == "stop" and not self.observe:
             self.guard.interrupt()
+
+    def _lose(self) -> None:
+        """The body itself found that another worker holds the key."""
+        self.lost = True
+        self._tell(EventName.LEASE_LOST)
 
     def _tell(self, name: EventName, **more: Any) -> None:
         self.engine.emit(name, self.operation, fence=self.claim.fence, **more)
@@ -152,11 +171,17 @@ class Run:
         except BaseException as struck:  # noqa: BLE001  LeaseLost, or a soft limit or exit on the way out of the body
             error = struck
         with soft_limit_held(discard=True):
+            outage = self.effects.outage
+            if outage is not None and error is outage and not self.observe:
+                self.engine.release(self.claim, Release.INTERRUPTED)
+                raise outage
             if self.lost and not self.observe and (error is None or isinstance(error, (LeaseLost, Exception))):
                 return RunResult(Status.LEASE_LOST, decision=self.decision)
             return self._end(self.ending(value, error), value, error)
 
     def _end(self, ending: Ending, value: Any, error: BaseException | None) -> RunResult:
+        if ending.outcome in {None, Kind.FAILURE}:
+            self.effects.undo()
         if ending.outcome is not None:
             return self._complete(ending, value, error)
         if ending.reason is not None:
@@ -172,16 +197,14 @@ class Run:
         assert kind is not None  # noqa: S101  narrows the type; _end has just looked
         outcome = ending.value
         if kind is Kind.RESULT and self.value_unread:
-            encoded, _ = engine.encode(Kind.RESULT, None)
+            encoded = engine.encode(Kind.RESULT, None)
         else:
             try:
-                encoded, replayed = engine.encode(kind, outcome)
-                if error is None and not self.observe:
-                    value = replayed
+                encoded = engine.encode(kind, outcome)
             except NotKept as not_kept:
                 encoded, status = None, Status.ENCODE_FAILED
                 self._tell(EventName.ENCODE_FAILED, error=str(not_kept))
-        ended = engine.complete(self.claim, Outcome(kind, encoded), patient=not self.observe)
+        ended = self._record(Outcome(kind, encoded))
         if ended is Ended.LOST and not self.observe:
             return RunResult(Status.LEASE_LOST, decision=self.decision)
         right = None
@@ -189,6 +212,25 @@ class Run:
             right = replace(self.claim, right=True)
             engine.heartbeat.add(right, lambda: None)
         return RunResult(status, value, self.decision, right, error)
+
+    def _record(self, outcome: Outcome) -> Ended | None:
+        engine, claim = self.engine, self.claim
+        if not self.effects.open:
+            return engine.complete(claim, outcome, patient=not self.observe)
+        engine.cache.drop(claim.key)
+        try:
+            ended = self.effects.commit(outcome)
+        except StoreUnavailable as error:
+            # Whether the commit landed is in the record, and nobody can write that while the commit is under way.
+            found = engine.release(claim, Release.INTERRUPTED)
+            if found is None:
+                self.effects.outage = error
+                raise
+            logger.warning("a commit of key %s got no answer, and the record is %s: %s", claim.key, found.value, error)
+            return found if found is Ended.COMPLETED else Ended.LOST
+        if ended is Ended.LOST:
+            self._tell(EventName.LEASE_RECLAIMED_LOSS)
+        return ended
 
     # --- an earlier run whose outcome nobody knows -------------------------------------------------------------------
 

@@ -90,6 +90,17 @@ def _key(value: Any) -> str | None:
     return None
 
 
+def _tasks(value: Any) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        good = all(isinstance(word, (bool, Mapping)) or hasattr(word, "under") for word in value.values())
+    else:
+        good = isinstance(value, (list, tuple))
+    named = good and value and all(isinstance(glob, str) and glob for glob in value)
+    return None if named else "must map globs of task names to options, True or False, or list them"
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One row of the table."""
@@ -122,6 +133,16 @@ TABLE: tuple[Setting, ...] = (
     Setting("dead_check", True, _flag, False, "take over at once from a holder that is provably dead on this host"),
     Setting("local_cache", 0, _whole(0), False, "completed records each process may replay without asking the store"),
     Setting("purge", True, _flag, False, "delete expired records in the background, a few hundred a minute"),
+    Setting(
+        "keep_visible",
+        True,
+        _flag,
+        False,
+        "on a Redis broker, keep messages this worker holds from being given to another at the visibility timeout",
+    ),
+    Setting(
+        "tasks", None, _tasks, False, "which tasks the app-wide switch means, by glob, and their options; all of them"
+    ),
     Setting("key", "message", _key, True, "where the idempotency key comes from"),
     Setting("scope", None, _text_or_callable, True, "tenant: a string, or a callable over the request on the worker"),
     Setting("fingerprint", None, _names, True, "argument names a duplicate must agree on; all by default"),

@@ -20,6 +20,7 @@ that write WAL, replay 1 and 0; a takeover or a granted right one more; ``settle
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from celery_idem.core.records import (
@@ -121,6 +122,74 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Give back every connection; the store may be used again afterwards."""
+
+
+class Transaction(Protocol):
+    """One open transaction on the store's database. Only its own thread uses it."""
+
+    carrier: Carrier
+
+    def commit(self, outcome: Outcome | None) -> Ended:
+        """COMPLETED if what was written and the outcome of the claim are recorded together; LOST if nothing is.
+
+        Either way it is over, as it is when this raises.
+
+        Raises:
+            StoreUnavailable: nobody knows whether it is recorded; ``release`` does.
+            Exception: the database's own, or the refusal of a transaction that is no longer whole; nothing is recorded.
+        """
+
+    def rollback(self) -> None:
+        """Take everything back; never raises, and does nothing to a transaction that is over."""
+
+
+class Carrier(Protocol):
+    """The connection a transaction goes through: the store's own, or one that belongs to a framework."""
+
+    @property
+    def connection(self) -> Any:
+        """What the body works with."""
+
+    @property
+    def line(self) -> Any:
+        """Where the store's statements go: ``cursor()``, ``dbapi_connection`` and ``invalidate(error)``."""
+
+    def begin(self, deadline: float) -> None:
+        """Begin a transaction, at the latest at ``deadline`` (``time.monotonic``) where that can be helped."""
+
+    def check(self) -> None:
+        """Raise if the transaction that was begun can no longer be committed as a whole."""
+
+    def commit(self) -> None:
+        """Commit it."""
+
+    def committed(self) -> None:
+        """It is committed: do what waited for that."""
+
+    def rollback(self) -> None:
+        """Roll it back and give the connection up, whatever state it is in."""
+
+    def savepoint(self) -> AbstractContextManager[Any]:
+        """A part of it that an exception takes back alone."""
+
+
+@runtime_checkable
+class Transactional(Protocol):
+    """What a store adds in whose database a body's effects can commit together with its completion."""
+
+    def begin(self, claim: Claim | None, carrier: Carrier | None = None) -> Transaction | None:
+        """Begin a transaction whose first statement locks the claim's record; None if another token has the key.
+
+        The lock protects the claim from then on: it need not be renewed.
+
+        Args:
+            claim: None begins a plain transaction, to be committed without an outcome.
+            carrier: None is a connection of the store's own, for this transaction alone.
+
+        Raises:
+            StoreUnavailable: nothing was begun.
+            ConfigurationError: the carrier leads to another database.
+        """
 
 
 def open_store(url: str, *, timeout: float = 5.0, **options: Any) -> Store:

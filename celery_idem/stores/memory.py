@@ -6,7 +6,6 @@ It is the decision functions and a lock, so it doubles as the reference the othe
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -25,6 +24,7 @@ from celery_idem.core.records import (
     State,
     Successor,
 )
+from celery_idem.core.threads import real_lock
 from celery_idem.errors import ConfigurationError
 
 
@@ -35,13 +35,13 @@ class MemoryStore:
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = real_lock()
         self._records: dict[str, Record] = {}
         # A child forked while another thread held the lock would wait for ever.
         os.register_at_fork(after_in_child=self._unlock)
 
     def _unlock(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = real_lock()
 
     def _write(self, key: str, record: Record | None) -> None:
         if record is not None:

@@ -141,7 +141,7 @@ def test_a_visibility_timeout_shorter_than_the_task_runs_it_once(redis_server: A
     """Redis hands a message to the second worker while the first one is busy with it."""
     broker, store = redis_server.new_database(), redis_server.new_database()
     with (
-        Shop(broker, store, transport_options={"visibility_timeout": 1}) as shop,
+        Shop(broker, store, transport_options={"visibility_timeout": 1}, idempotency_keep_visible=False) as shop,
         shop.tasks.worker(concurrency=1),
         shop.tasks.worker(concurrency=1),
     ):

@@ -7,6 +7,7 @@ not the one it would write. The table holds no times and nothing of this machine
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import defaultdict
@@ -65,42 +66,47 @@ Table = dict[str, dict[tuple[str, str], Shown]]
 """By rule, then by file and function."""
 
 
+PROPERTY = "guarantee"
+
+
 class Guarantees:
-    """The marked tests of one run."""
+    """The marked tests of one run; what they show travels with their reports, from whatever process ran them."""
 
     def __init__(self) -> None:
-        self._marked: dict[str, tuple[list[str], tuple[str, str], Place]] = {}
+        self._shown: dict[str, tuple[list[str], tuple[str, str], Place]] = {}
         self._failed: set[str] = set()
-        self._ran: set[str] = set()
         self.complaint = ""
 
-    def collected(self, items: list[pytest.Item]) -> None:
-        """Remember which items are marked, and what they run on."""
-        for item in items:
-            rules = [str(mark.args[0]) for mark in item.iter_markers("guarantee")]
-            if rules:
-                function = getattr(item, "originalname", None) or item.name
-                test = str(item.path.relative_to(ROOT)), function
-                self._marked[item.nodeid] = (sorted(set(rules)), test, place_of(item))
+    @staticmethod
+    def mark(item: pytest.Item) -> None:
+        """Note on the item what its report will say."""
+        rules = sorted({str(mark.args[0]) for mark in item.iter_markers("guarantee")})
+        if rules:
+            function = getattr(item, "originalname", None) or item.name
+            place = place_of(item)
+            facts = [rules, str(item.path.relative_to(ROOT)), function, place.store, place.broker]
+            item.user_properties.append((PROPERTY, json.dumps(facts)))
 
     def report(self, report: pytest.TestReport) -> None:
         """One phase of one test."""
-        if report.nodeid in self._marked:
-            if report.when == "call":
-                self._ran.add(report.nodeid)
-            if not report.passed:
-                self._failed.add(report.nodeid)
+        facts = next((value for name, value in report.user_properties if name == PROPERTY), None)
+        if facts is None:
+            return
+        rules, path, function, store, broker = json.loads(str(facts))
+        if report.when == "call":
+            self._shown[report.nodeid] = rules, (path, function), Place(store, broker)
+        if not report.passed:
+            self._failed.add(report.nodeid)
 
     @property
     def all_passed(self) -> bool:
-        """Whether every marked test ran, and passed."""
-        return not self._failed and self._ran == set(self._marked)
+        """Whether every marked test that ran passed."""
+        return not self._failed
 
     def table(self) -> Table:
         """What ran."""
         table: Table = defaultdict(lambda: defaultdict(Shown))
-        for nodeid in self._ran:
-            rules, test, place = self._marked[nodeid]
+        for nodeid, (rules, test, place) in self._shown.items():
             for rule in rules:
                 table[rule][test].note(place, passed=nodeid not in self._failed)
         return table
@@ -184,9 +190,10 @@ def _joined(names: Iterator[str], known: Mapping[str, str]) -> str:
 _guarantees = Guarantees()
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Remember the marked tests."""
-    _guarantees.collected(session.items)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have the marked tests' reports say what they show."""
+    for item in items:
+        _guarantees.mark(item)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -205,15 +212,16 @@ def whole_suite(session: pytest.Session) -> bool:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the table where it is asked for; fail a whole run that would write another one."""
     wanted = os.environ.get("GUARANTEES_FILE")
+    if hasattr(session.config, "workerinput"):
+        return  # one process of several: the one that started them sees all reports
     if wanted:
         file = Path(wanted).resolve()
         file.write_text(page(_guarantees.table(), file.parent), "utf-8")
-    elif whole_suite(session) and _guarantees.all_passed:
+    elif whole_suite(session) and session.exitstatus == pytest.ExitCode.OK and _guarantees.all_passed:
         there = COMMITTED.read_text("utf-8") if COMMITTED.exists() else ""
         if there != page(_guarantees.table(), COMMITTED.parent):
             _guarantees.complaint = f"{COMMITTED.relative_to(ROOT)} is not what this run shows: run `make guarantees`"
-            if session.exitstatus == pytest.ExitCode.OK:
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

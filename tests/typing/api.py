@@ -37,6 +37,7 @@ from celery_idem import (
 from celery_idem.core.engine import new_token
 from celery_idem.core.records import Claim, Decision, Delivery, Operation, Outcome, Record, RunResult, State, Status
 from celery_idem.stores.sql.schema import metadata
+from celery_idem.testing import Delivered, Idem, KillPoints, Message, Worker
 
 app = Celery("shop", broker="redis://localhost/0")
 app.conf.idempotency_store = "redis://localhost/2"
@@ -176,6 +177,25 @@ def run_once(store: Store, key: str) -> Any:
     claim: Claim | None = None if decision is None else decision.claim
     outcome: Outcome | None = None if decision is None or decision.record is None else decision.record.outcome
     return result.value if result.status in {Status.EXECUTED, Status.REPLAYED} else (claim, outcome)
+
+
+# --- tests of theirs --------------------------------------------------------------------------------------------------
+
+
+def test_charge(idem: Idem, points: KillPoints) -> None:
+    first: Delivered = idem.send(charge, 7, amount=50)
+    with idem.killed(before="completion", task=charge), idem.during(charge.s(8, 50), before="body") as running:
+        again: Delivered = idem.again(running)
+    idem.advance(61, stalled=True)
+    states: list[str] = [delivered.state for delivered in idem.run_all()]
+    messages: list[Message] = idem.messages()
+    record: Record | None = idem.record(first)
+    runs: int = idem.runs("charge") + len(states) + len(messages) + len(again.events) + (record is not None)
+    with Worker("shop:app", pool="threads", env={"RUNS": str(runs)}) as worker:
+        worker.kill(before="publish", whole=True).wait(10)
+        with points.hold(before="ack", task="charge") as held:
+            held.wait()
+    idem.killed(before="lunch")  # type: ignore[arg-type]
 
 
 tables: list[str] = list(metadata.tables)

@@ -1,12 +1,20 @@
-"""How long a parked copy waits, whatever asks for it."""
+"""How long a parked copy waits, whatever asks for it, and to which queue it goes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from celery import Celery
 from hypothesis import given
 from hypothesis import strategies as st
+from kombu import Exchange, Queue, binding
 
-from celery_idem.parking import Wait, delay_of, visibility_timeout
+from celery_idem.parking import Wait, delay_of, patience_of, visibility_timeout, waiting_time
+from celery_idem.routing import queue_of
+from tests.support.delivery import Shop
 
 
 def test_delays_double_up_to_fifteen_seconds() -> None:
@@ -38,3 +46,172 @@ def test_the_visibility_timeout_comes_from_the_broker_options() -> None:
     assert visibility_timeout(app) == 3600
     app.conf.broker_transport_options = {"visibility_timeout": 30}
     assert visibility_timeout(app) == 30
+
+
+def test_no_minute_sees_more_than_eight_publishes_whatever_the_jitter() -> None:
+    for jitter in (0.0, 0.5, 1.0):
+        at, parks = 0.0, []
+        for count in range(1, 30):
+            parks.append(at)
+            at += delay_of(count, Wait("held"), 3600, jitter=jitter)
+        assert max(sum(begin <= park < begin + 60 for park in parks) for begin in parks) <= 8
+
+
+# --- which queue ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    app = Celery("x", broker="memory://", set_as_current=False)
+    topic, headers = Exchange("t", type="topic"), Exchange("h", type="headers")
+    app.conf.task_queues = [
+        Queue("direct", Exchange("d"), "key"),
+        Queue("star", topic, "order.*"),
+        Queue("hash", topic, "#.refund"),
+        Queue("many", bindings=[binding(topic, "a.b.#"), binding(headers)]),
+        Queue("delayed", topic, "slow"),
+    ]
+    yield app
+    app.close()
+
+
+ZEROS = "0." * 27
+
+
+@pytest.mark.parametrize(
+    ("exchange", "key", "queue"),
+    [
+        ("", "any.name", "any.name"),
+        (None, "any.name", "any.name"),
+        ("d", "key", "direct"),
+        ("d", "other", None),
+        ("t", "order.paid", "star"),
+        ("t", "order.paid.twice", None),
+        ("t", "order", None),
+        ("t", "refund", "hash"),
+        ("t", "a.b.refund", "hash"),
+        ("t", "a.b", "many"),
+        ("t", "a.b.c.d", "many"),
+        ("h", "whatever", "many"),
+        ("unknown", "key", None),
+        ("celery_delayed_delivery", f"{ZEROS}1.slow", "delayed"),
+        ("celery_delayed_3", f"{ZEROS}0.key", None),
+        ("celery_delayed_delivery", f"{ZEROS}1.my.queue.celery_idem", "my.queue"),
+        ("", "", None),
+    ],
+)
+def test_the_queue_a_message_came_from(app: Celery, exchange: str | None, key: str, queue: str | None) -> None:
+    assert queue_of(app, {"exchange": exchange, "routing_key": key}) == queue
+
+
+def test_the_queue_is_one_this_worker_consumes(app: Celery) -> None:
+    app.amqp.queues.select(["star", "direct"])
+    assert queue_of(app, {"exchange": "t", "routing_key": "a.refund"}) is None
+    assert queue_of(app, {"exchange": "t", "routing_key": "order.refund"}) == "star"
+    app.amqp.queues.select(["hash"])
+    assert queue_of(app, {"exchange": "t", "routing_key": "order.refund"}) == "hash"
+    assert queue_of(app, None) is None
+
+
+def nothing() -> None:
+    """The body of a task that is only asked about."""
+
+
+# --- how long a slot is held first ----------------------------------------------------------------
+
+
+@pytest.fixture
+def shop() -> Iterator[Shop]:
+    made = Shop()
+    yield made
+    made.close()
+
+
+def test_a_rate_limited_task_waits_as_long_as_a_run_costs(shop: Shop) -> None:
+    def waits(**options: Any) -> float:
+        name = f"t{len(shop.app.tasks)}"
+        return waiting_time(shop.task(name=name, **options)(nothing), 1.0, jitter=0)
+
+    assert waits() == 1
+    assert waits(rate_limit="100/s") == 1
+    assert waits(rate_limit="20/m") == 3
+    assert waits(rate_limit="1/h") == 15, "no longer than a parked copy would be away"
+    assert waits(rate_limit=0.25) == 4
+    assert waiting_time(shop.task(name="spread")(nothing), 1.0, jitter=1) == 0.8
+    shop.app.conf.worker_disable_rate_limits = True
+    assert waits(rate_limit="20/m") == 1
+
+
+def test_what_comes_before_the_body_takes_a_third_of_the_time_limits(shop: Shop) -> None:
+    task = shop.task(name="t", time_limit=30, soft_time_limit=24)(nothing)
+    bare = shop.task(name="bare")(nothing)
+
+    def patience(task: Any, timelimit: Any = (None, None)) -> float:
+        return patience_of(task, SimpleNamespace(timelimit=timelimit))
+
+    assert patience(task) == 8
+    assert patience(task, (9, None)) == 3
+    assert patience(task, (None, 6)) == 2
+    assert patience(bare, None) == float("inf")
+    shop.app.conf.task_time_limit = 60
+    assert patience(bare) == 20
+
+
+# --- what a copy keeps and loses ------------------------------------------------------------------
+
+
+def test_a_parked_copy_goes_to_its_queue_whatever_the_task_says_of_routes(shop: Shop) -> None:
+    from tests.unit.test_task import hold
+
+    shop.app.conf.task_routes = {"t": {"exchange": "elsewhere", "routing_key": "elsewhere"}}
+    task = shop.task(name="t")(nothing)
+    message = shop.send(task, exchange="", routing_key=shop.app.conf.task_default_queue)
+    hold(shop, task, message)
+    assert shop.deliver(message).state == "IGNORED"
+    (copy,) = shop.messages()
+    assert copy["id"] == message["id"]
+
+
+def test_a_parked_copy_that_lost_its_count_is_not_taken_for_an_old_one(shop: Shop) -> None:
+    """It may be the last: parked again, and its count starts behind the highest one known."""
+    from tests.unit.test_task import hold
+
+    task = shop.task(name="t")(nothing)
+    message = shop.send(task)
+    hold(shop, task, message)
+    copy = message
+    for _ in range(3):
+        shop.deliver(copy)
+        (copy,) = shop.messages()
+    for garbage in ("{", '{"generation": 0}', '{"generation": 0, "count": "x"}', 7):
+        assert shop.deliver({**copy, "idempotency_park": garbage}).state == "IGNORED"
+        (copy,) = shop.messages()
+    assert copy["idempotency_park"].startswith('{"generation":0,"count":7')
+    shop.deliver(message)  # the first one, which never had a count
+    assert shop.messages() == []
+
+
+def test_a_revoked_copy_is_revoked_once_and_its_siblings_are_dropped(shop: Shop) -> None:
+    runs: list[int] = []
+
+    def append() -> None:
+        runs.append(1)
+
+    task = shop.task(name="t")(append)
+    message = shop.send(task)
+    revoked = {**message, "idempotency_revoked": "revoked"}
+    assert shop.deliver(revoked).state == "IGNORED"
+    assert task.AsyncResult(message["id"]).state == "REVOKED"
+    shop.deliver(message)
+    assert (runs, shop.terminal()[-1]) == ([], "OVER")
+
+
+def test_what_a_worker_noted_of_a_revoke_is_not_parked_with_the_copy(shop: Shop) -> None:
+    from tests.unit.test_task import hold
+
+    task = shop.task(name="t")(nothing)
+    message = shop.send(task)
+    hold(shop, task, message)
+    shop.deliver({**message, "idempotency_revoked": "revoked"})
+    (copy,) = shop.messages()
+    assert "idempotency_revoked" not in copy

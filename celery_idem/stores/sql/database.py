@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.pool import PoolProxiedConnection
 
 from celery_idem.errors import ConfigurationError, StoreError
@@ -64,11 +65,12 @@ class Database:
         self._pid = os.getpid()
         self.statements = statements(self.name, injected_clock=self.clock is not None)
         self._engines: dict[int, Engine] = {}
+        self._transacting: dict[int, Engine] = {}
         self._connecting = threading.local()
         # An engine given to us is its owner's, at a fork too.
         self._gated = self.sqlite and self._given is None
         if self._gated:
-            self._closer = sqlite_gate.at_fork(_closer(self._engines))
+            self._closer = sqlite_gate.at_fork(_closer(self._engines, self._transacting))
 
     @property
     def sqlite(self) -> bool:
@@ -97,6 +99,41 @@ class Database:
                 engine = engine.execution_options(isolation_level="AUTOCOMMIT")
         except Exception as error:
             raise connecting(error, self.name, landed=False) from error
+        return self._in_time(engine)
+
+    def transacting(self) -> Engine:
+        """Return this process's engine for the transactions of bodies.
+
+        Its pool is its own, so that a body in its transaction never keeps a verb waiting for a connection; what bounds
+        it is how many bodies run at once.
+        """
+        pid = os.getpid()
+        return self._transacting.get(pid) or self._transacting.setdefault(pid, self._make_transacting())
+
+    def _make_transacting(self) -> Engine:
+        # On SQLite the level means no more than that the driver begins a transaction before the first write.
+        level = "SERIALIZABLE" if self.sqlite else "READ COMMITTED"
+        if self._given is not None:
+            self.engine()  # in a forked child, this parts it from the parent's connections
+            given = self._given.execution_options(isolation_level=level)
+            event.listen(given, "commit", _refuse_commit)
+            return self._in_time(given)
+        options = self._engine_options()
+        options.update(isolation_level=level, pool_reset_on_return="rollback")
+        if "poolclass" not in self._options:
+            options.setdefault("max_overflow", -1)
+        if self.sqlite:
+            options["connect_args"]["timeout"] = self.timeout  # BEGIN waits for the file in one go
+        try:
+            engine = create_engine(self._url, **options)
+        except Exception as error:
+            raise connecting(error, self.name, landed=False) from error
+        if self.sqlite:
+            event.listen(engine, "connect", _full_sync)
+        event.listen(engine, "commit", _refuse_commit)
+        return self._in_time(engine)
+
+    def _in_time(self, engine: Engine) -> Engine:
         if not self.sqlite and not event.contains(engine, "do_connect", self._connect):
             event.listen(engine, "do_connect", self._connect)
         return engine
@@ -120,7 +157,7 @@ class Database:
 
     # -- connecting in time --------------------------------------------------------------------------------------------
 
-    def connected(self, deadline: float, *, core: bool) -> Line:
+    def connected(self, deadline: float, *, core: bool, transacting: bool = False) -> Line:
         """Check out a connection, made and set up before ``deadline`` if none is idle.
 
         Only ``core`` needs SQLAlchemy's ``Connection`` around it, which costs as much as the pool. An engine given to
@@ -131,6 +168,8 @@ class Database:
         if self._gated:
             sqlite_gate.enter()
         try:
+            if transacting:
+                return self.transacting().connect()
             engine = self.engine()
             return engine.connect() if core or self._given is not None else engine.raw_connection()
         except BaseException:
@@ -176,9 +215,8 @@ class Database:
 
     def close(self) -> None:
         """Close the idle connections of this process; a given engine is its owner's."""
-        made = self._engines.get(os.getpid())
-        if made is not None and self._given is None:
-            made.dispose()
+        if self._given is None:
+            _closer(self._engines, self._transacting)()
 
     @contextlib.contextmanager
     def call(self) -> Iterator[Call]:
@@ -248,7 +286,7 @@ class Call:
         statement = self.database.statements[name]
 
         def send(line: Line) -> tuple[list[Any], int]:
-            cursor = _pooled(line).cursor()
+            cursor = pooled(line).cursor()
             try:
                 cursor.execute(statement.text, params)
                 return (list(cursor.fetchall()) if cursor.description else []), cursor.rowcount
@@ -294,7 +332,7 @@ class Call:
 
     def _send(self, send: Callable[[Line], T], *, writes: bool, core: bool) -> T:
         line = self._checked_out(core=core)
-        driver: Any = _pooled(line).dbapi_connection
+        driver: Any = pooled(line).dbapi_connection
         ticket = None if self.database.sqlite else watchdog().watch(driver, self.deadline)
         try:
             return send(line)
@@ -362,15 +400,17 @@ class JoinedCall(Call):
         """Leave the connection with its owner."""
 
 
-def _pooled(line: Line) -> PoolProxiedConnection:
+def pooled(line: Line) -> PoolProxiedConnection:
+    """The pool's own connection, under SQLAlchemy's if there is one."""
     return line.connection if isinstance(line, Connection) else line
 
 
-def _closer(engines: dict[int, Engine]) -> Callable[[], None]:
+def _closer(*engines: dict[int, Engine]) -> Callable[[], None]:
     def close() -> None:
-        engine = engines.get(os.getpid())
-        if engine is not None:
-            engine.dispose()
+        for made in engines:
+            engine = made.get(os.getpid())
+            if engine is not None:
+                engine.dispose()
 
     return close
 
@@ -378,3 +418,12 @@ def _closer(engines: dict[int, Engine]) -> Callable[[], None]:
 def _full_sync(driver: Any, _record: Any) -> None:
     """A commit is on the disk before it is answered: a claim that a power cut takes back is a second run."""
     driver.execute("PRAGMA synchronous=FULL").close()
+
+
+def _refuse_commit(connection: Connection) -> None:
+    """The transaction of a body is not the body's to commit."""
+    if not connection.get_execution_options().get("celery_idem_commits", True):
+        raise InvalidRequestError(
+            "transaction() commits what was written when the body returns, together with its completion: leave "
+            "commit() out"
+        )

@@ -43,6 +43,23 @@ def sqlstate(error: BaseException) -> str | None:
     return code if isinstance(code, str) else None
 
 
+def refused(error: BaseException) -> bool:
+    """Whether the server said no, so that nothing of the transaction is there."""
+    for each in (error, error.__cause__):  # Django's errors have the driver's as their cause
+        code = None if each is None else sqlstate(each)
+        if code is not None:
+            return not code.startswith(_IN_DOUBT)
+    return type(cause(error)).__name__ == "IntegrityError"
+
+
+def is_driver_error(error: BaseException) -> bool:
+    """Whether it came from the database or the way to it."""
+    if isinstance(error, (StoreError, Locked, Again, OSError)):
+        return True
+    bases = {base.__name__ for base in type(cause(error)).__mro__}
+    return bool(bases & {"DatabaseError", "InterfaceError"})
+
+
 def no_schema(why: object) -> NoSchema:
     """The error that names the command which makes the schema."""
     return NoSchema(f"the store's table {record.name} is missing or too old ({why}): run `{INIT}`")

@@ -14,6 +14,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+from celery_idem.core.threads import real_lock
+
 _PATIENCE = 2.0  # seconds a fork waits for other threads' statements
 
 
@@ -59,7 +61,7 @@ class ForkGate:
             self._changed.notify_all()
 
     def _reopen(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition(real_lock())  # the heartbeat passes here too, in a thread of its own
         self._inside = 0
         self._closed = 0  # how many threads are forking
 

@@ -185,6 +185,10 @@ class GuardedRows:
             with contextlib.suppress(KeyError, StopIteration, RuntimeError):
                 del self._seen[next(iter(self._seen))]
 
+    def forget(self, key: str) -> None:
+        """The row is not what was remembered: its transaction was rolled back."""
+        self._seen.pop(key, None)
+
     def seen(self, key: str) -> Row | None:
         """The row as last remembered."""
         return self._seen.get(key)

@@ -25,6 +25,7 @@ from celery_idem.core.records import (
     Successor,
 )
 from celery_idem.errors import RecordCorrupt
+from celery_idem.stores.base import Carrier
 from celery_idem.stores.sql import rows
 from celery_idem.stores.sql.checks import check_database
 from celery_idem.stores.sql.database import Call, Database
@@ -32,6 +33,7 @@ from celery_idem.stores.sql.dialect import find_page
 from celery_idem.stores.sql.failures import Locked
 from celery_idem.stores.sql.guarded import GuardedRows, Judge, LockedRow
 from celery_idem.stores.sql.rows import Row
+from celery_idem.stores.sql.transaction import SQLTransaction, begun
 
 PATIENCE = 0.1
 """Seconds ``claim`` gives a PostgreSQL row lock to go: another claim holds one for a commit, a transaction longer."""
@@ -103,6 +105,10 @@ class SQLStore:
         absent = None if self._database.sqlite else lambda: self.renew([claim])
         with self._database.joined(connection) as call:
             return self._end(call, claim, judge, absent=absent)
+
+    def begin(self, claim: Claim | None, carrier: Carrier | None = None) -> SQLTransaction | None:
+        """See ``Transactional.begin``."""
+        return begun(self, self._database, self._rows, claim, carrier)
 
     def release(self, claim: Claim, reason: Release, *, successor: Successor | None = None) -> Ended:
         """See ``Store.release``."""

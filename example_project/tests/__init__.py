@@ -1,0 +1,1 @@
+"""The shop as its owners test it."""

@@ -1,0 +1,240 @@
+"""The renewal thread: a real one under gevent, woken in time, gone when it is stopped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_idem.core.events import Emitter
+from celery_idem.core.heartbeat import Heartbeat
+from celery_idem.core.records import Claim, Delivery, Operation
+from celery_idem.core.threads import Bell, start_thread
+from celery_idem.stores.memory import MemoryStore
+from tests.support.workers import wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+def claimed(store: Any, name: str, lease: float) -> Claim:
+    operation = Operation(name * 64, Delivery("M"), name * 32)
+    claim = store.claim(operation, lease=lease, ttl=60).claim
+    assert claim is not None
+    return claim
+
+
+class Counting(MemoryStore):
+    """Notes when which leases were renewed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.renewals: list[tuple[float, str]] = []
+        self.closed = 0
+
+    def renew(self, claims: Any) -> Any:
+        self.renewals += [(time.monotonic(), claim.token[0]) for claim in claims]
+        return super().renew(claims)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_short_lease_after_a_long_one_is_renewed_in_time() -> None:
+    store = Counting()
+    heartbeat = Heartbeat(store, Emitter(), purge=False)
+    heartbeat.add(claimed(store, "a", 600), lambda: None)
+    time.sleep(0.05)  # the thread waits for the long one
+    since = time.monotonic()
+    heartbeat.add(claimed(store, "b", 0.6), lambda: None)
+    wait_until(lambda: store.renewals, 5, "a renewal")
+    assert 0.15 < store.renewals[0][0] - since < 0.5
+    heartbeat.stop()
+
+
+def test_a_stopped_heartbeat_leaves_no_thread_and_begins_anew() -> None:
+    store, before = Counting(), threading.active_count()
+    heartbeat = Heartbeat(store, Emitter(), purge=False, closes=True)
+    for number in range(1, 4):
+        heartbeat.add(claimed(store, "abc"[number - 1], 0.15), lambda: None)
+        wait_until(lambda number=number: len(store.renewals) >= number, 5, "a renewal")
+        assert threading.active_count() == before + 1
+        heartbeat.stop()
+        heartbeat.stop()
+        assert threading.active_count() == before
+        assert store.closed == number
+    assert len(heartbeat) == 3, "what it held lapses by itself"
+
+
+def test_a_discarded_lease_is_not_renewed_and_can_be_added_again() -> None:
+    store = Counting()
+    heartbeat = Heartbeat(store, Emitter(), purge=False)
+    kept, gone = claimed(store, "a", 0.15), claimed(store, "b", 0.15)
+    for claim in (kept, gone):
+        heartbeat.add(claim, lambda: None)
+    heartbeat.discard(gone)
+    wait_until(lambda: len(store.renewals) >= 3, 5, "renewals")
+    assert {name for _, name in store.renewals} == {"a"}
+    assert heartbeat.held(gone.token) is None
+    heartbeat.add(gone, lambda: None)
+    wait_until(lambda: store.renewals[-1][1] == "b", 5, "a renewal of the other again")
+    heartbeat.stop()
+
+
+def test_an_error_of_the_store_ends_no_heartbeat(caplog: Any) -> None:
+    class Broken(Counting):
+        def renew(self, claims: Any) -> Any:
+            if len(self.renewals) < 2:
+                self.renewals.append((0.0, ""))
+                raise RuntimeError("a bug")
+            return super().renew(claims)
+
+    store = Broken()
+    heartbeat = Heartbeat(store, Emitter(), purge=False)
+    heartbeat.add(claimed(store, "a", 0.1), lambda: None)
+    wait_until(lambda: len(store.renewals) >= 4, 5, "renewals after the error")
+    heartbeat.stop()
+    assert "a bug" in caplog.text
+
+
+# -- bells -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bell_rung_before_is_heard_once() -> None:
+    bell = Bell()
+    bell.ring()
+    bell.ring()
+    start = time.monotonic()
+    bell.wait(5)
+    assert time.monotonic() - start < 1
+    bell.wait(0.1)
+    assert time.monotonic() - start >= 0.1
+
+
+@pytest.mark.parametrize("seconds", [None, 1e12])
+def test_a_bell_wakes_who_waits_long(seconds: float | None) -> None:
+    bell = Bell()
+    woken: list[bool] = []
+
+    def wait() -> None:
+        bell.wait(seconds)
+        woken.append(True)
+
+    join = start_thread(wait, "waits")
+    time.sleep(0.05)
+    assert not woken
+    bell.ring()
+    join()
+    assert woken
+
+
+# -- gevent ------------------------------------------------------------------------------------------------------------
+
+START = """
+from gevent import monkey
+monkey.patch_all()
+import time, gevent, psutil
+from celery_idem.core.events import EventName
+from celery_idem.core.records import Release, Renewal
+from tests.unit.test_heartbeat import *
+
+real_ident = monkey.get_original("_thread", "get_ident")
+MAIN = real_ident()
+
+def burn(seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+"""
+
+RENEWS = """
+class Where(Counting):
+    lost = False
+    def renew(self, claims):
+        assert real_ident() != MAIN
+        gevent.sleep(0.001)  # in the thread's own hub, as a client's socket does
+        answers = super().renew(claims)
+        return dict.fromkeys(answers, Renewal.LOST) if self.lost else answers
+    def close(self):
+        assert real_ident() != MAIN
+        super().close()
+
+told, lost = [], []
+def listener(event):
+    gevent.sleep(0)  # not in the hub
+    told.append((event.name, real_ident()))
+
+threads, files = psutil.Process().num_threads(), []
+for round in range(1, 4):
+    store = Where()
+    heartbeat = Heartbeat(store, Emitter(listener), purge=False, closes=True)
+    heartbeat.add(claimed(store, "a", 0.3), lambda: lost.append(real_ident()))
+    burn(1)
+    assert 5 <= len(store.renewals) <= 11, store.renewals
+    store.lost = True
+    burn(0.5)
+    assert len(lost) == round, "the body can ask for it although it never yields"
+    assert len(told) == round - 1, "listeners wait for the hub"
+    gevent.sleep(0.05)
+    assert told[-1] == (EventName.LEASE_LOST, MAIN), told
+    assert lost[-1] != MAIN
+    heartbeat.stop()
+    assert store.closed == 1
+    deadline = time.monotonic() + 5
+    while psutil.Process().num_threads() > threads:
+        assert time.monotonic() < deadline, "a thread is left"
+        gevent.sleep(0.01)
+    files.append(psutil.Process().num_fds())
+assert files[0] == files[-1], f"hubs are left: {files}"
+print("ok")
+"""
+
+WATCHES = """
+from celery_idem.core.threads import original
+from celery_idem.stores.sql.watchdog import Watchdog
+import _socket
+ours, theirs = _socket.socketpair()  # as libpq waits: in C, and no greenlet runs
+watchdog, start = Watchdog(), time.monotonic()
+ticket = watchdog.watch(ours, start + 0.3)
+assert ours.recv(1) == b""
+assert 0.29 <= time.monotonic() - start < 1
+watchdog.done(ticket)
+print("ok")
+"""
+
+SHARES = """
+store = MemoryStore()
+heartbeat = Heartbeat(store, Emitter(), purge=False)
+
+def body(number):
+    for turn in range(40):
+        operation = Operation(f"{number:064}", Delivery(f"{number}-{turn}"), f"{number:016}{turn:016}")
+        claim = store.claim(operation, lease=0.01, ttl=60).claim
+        assert claim is not None
+        heartbeat.add(claim, lambda: None)
+        gevent.sleep(0.01)
+        heartbeat.discard(claim)
+        store.release(claim, Release.YIELDED)
+
+gevent.joinall([gevent.spawn(body, number) for number in range(30)], timeout=30, raise_error=True)
+assert len(heartbeat) == 0
+print("ok")
+"""
+
+
+@pytest.mark.parametrize("script", [RENEWS, WATCHES, SHARES], ids=["renews", "watches", "shares"])
+def test_under_gevent(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", START + script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout == "ok\n", done.stdout + done.stderr
