@@ -72,9 +72,13 @@ _OF_CELERY = {"IdempotentTask": "task", "annotation": "optin", "install": "optin
 
 def __getattr__(name: str) -> Any:
     """What needs Celery is imported when it is first asked for: a kombu consumer does without."""
-    if name not in _OF_CELERY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from difflib import get_close_matches
     from importlib import import_module
+
+    if name not in _OF_CELERY:
+        near = get_close_matches(name, __all__, n=1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
     value = globals()[name] = getattr(import_module(f"{__name__}.{_OF_CELERY[name]}"), name)
     return value

@@ -51,10 +51,11 @@ def close_all() -> None:
 
 
 def given_settings(conf: Any) -> dict[str, Any]:
-    """The ``idempotency_*`` settings of a Celery configuration under their bare names, Django's namespace removed."""
-    names = {str(key).lower().removeprefix("celery_") for key in conf}
+    """The ``idempotency_*`` settings of a Celery configuration under their bare names, its namespace removed."""
+    # Whatever stands in front is the namespace only if Celery finds the setting without it.
+    names = {name[name.index(PREFIX) :] for key in conf if PREFIX in (name := str(key).lower())}
     missing = object()
-    found = {name.removeprefix(PREFIX): conf.get(name, missing) for name in names if name.startswith(PREFIX)}
+    found = {name.removeprefix(PREFIX): conf.get(name, missing) for name in names}
     return {name: value for name, value in found.items() if value is not missing}
 
 
@@ -119,6 +120,11 @@ class Runtime:
         if engine is None:
             engine = self._engines.setdefault(task.name, self._engine(task))
         return engine
+
+    def forget(self, name: str | None) -> None:
+        """A task is bound under this name: what was made for one that had the name before is no more."""
+        for made in (self._protected, self._policies, self._engines):
+            made.pop(name, None)  # type: ignore[arg-type]
 
     @property
     def patterns(self) -> Patterns:
@@ -199,7 +205,10 @@ class Runtime:
             return ["mode is off: duplicates run"]
         for name, plain in self.app.tasks.items():
             if isinstance(getattr(plain, "idempotency", None), Policy):
-                raise ConfigurationError(f"task {name} has a Policy, but not base=IdempotentTask: add it")
+                raise ConfigurationError(
+                    f"task {name} has a Policy, but is not switched on: give it base=IdempotentTask, or name "
+                    "celery_idem:annotation in task_annotations"
+                )
         for task in self.tasks():
             check_task(task, self.policy_of(task))
             self._check_serializer(task)
@@ -208,6 +217,17 @@ class Runtime:
         )
         idle = self.patterns.idle(self.app.tasks) if self.settings["tasks"] else []
         warnings += [f"idempotency_tasks names {glob!r}, which fits no task" for glob in idle]
+        if self.settings["tasks"] and not self.whole_app:
+            warnings.append(
+                "idempotency_tasks is set, but task_annotations does not name celery_idem:annotation: only tasks with "
+                "base=IdempotentTask are switched on"
+            )
+        early = [task.name for task in self.tasks() if not (task.acks_late or task.always_idempotent)]
+        if early:
+            warnings.append(
+                f"{len(early)} tasks are acked before they run, {early[0]} among them, so a crash loses them: set "
+                "task_acks_late and task_reject_on_worker_lost"
+            )
         warnings += self.store.check()
         shares = getattr(self.store, "shares_memory_with", None)
         if shares is not None:
@@ -274,10 +294,23 @@ class CheckStore(bootsteps.StartStopStep):
                 switch_on_bound(self._app)
             for warning in runtime.check():
                 logger.warning("celery_idem: %s", warning)
+            on = len(list(runtime.tasks()))
+            logger.info("celery_idem: %d tasks are switched on, in mode %s", on, runtime.mode)
         except StoreUnavailable as error:
-            logger.warning("celery_idem: the store does not answer, tasks will wait for it: %s", error)
+            will = "wait for it" if runtime.mode == "enforce" else "run unprotected"
+            logger.warning("celery_idem: the store does not answer, tasks will %s: %s", will, error)
         finally:
             runtime.close()
+
+
+def tell_if_nothing_is_on(sender: Any, **_: Any) -> None:
+    """A worker whose app has our settings, and no task or setting that loaded us: it runs every duplicate."""
+    app = sender.app
+    if CheckStore not in app.steps["worker"] and given_settings(app.conf):
+        logger.warning(
+            "celery_idem: idempotency_… is set, but no task is switched on: name celery_idem:annotation in "
+            "task_annotations, or give tasks base=IdempotentTask"
+        )
 
 
 def ensure_installed(app: Celery) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
+from celery.signals import worker_ready
 
 from celery_idem import cli_text as text
-from celery_idem.app import Runtime, given_settings, runtime_of
+from celery_idem.app import Runtime, given_settings, runtime_of, tell_if_nothing_is_on
 from celery_idem.cli_key import (
     Choice,
     Duration,
@@ -40,6 +41,10 @@ from celery_idem.stores.base import Store
 from celery_idem.task import Idempotent
 
 WANTS_JSON = "celery_idem.json"
+
+# The ``celery`` command loads this module whatever it is asked to do: the one place where an app that never imported us
+# can be told that its settings do nothing.
+worker_ready.connect(tell_if_nothing_is_on, weak=False, dispatch_uid="celery_idem.nothing_is_on")
 
 
 class Idem(click.Group):
@@ -165,8 +170,9 @@ def _policy(policy: Policy) -> dict[str, Any]:
 
 
 def _policy_line(task: Idempotent, runtime: Runtime) -> str:
-    """The key source, and whatever else the task itself says that the settings do not."""
-    policy, own = runtime.policy_of(task), task.idempotency_policy
+    """The key source, and whatever else the task or its glob says that the settings do not."""
+    policy = runtime.policy_of(task)
+    own = task.idempotency_policy.over(runtime.patterns.of(task.name) or Policy())
     said = [f"key {key_text(policy)}"] + ([f"name {own.name}"] if own.name else [])
     for name, default in runtime.settings.values.items():
         value = getattr(own, name, UNSET)

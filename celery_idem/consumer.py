@@ -327,7 +327,8 @@ class _Delivery:
         message, hook = self._message, self._handling.dead_letter
         logger.error("%s gives a message up: %s", self._handling.engine.policy.name, error)
         if hook is None:
-            message.reject()
+            if not message.acknowledged:  # by the handler
+                message.reject()
             return True
         try:
             hook(self._body, message, error)

@@ -55,6 +55,10 @@ def identify(app: Celery, request: Any, *place: Any) -> None:
     """Give the request's links and errbacks the ids of this place; the request gets copies."""
     request.callbacks = _identified(app, request.callbacks, (*place, "link"))
     request.errbacks = _identified(app, request.errbacks, (*place, "errback"))
+    if request.chord:
+        request.chord = _chord_body(app, request.chord)
+    if isinstance(request.chain, list):
+        request.chain = [_in_chord(app, step) for step in request.chain]
 
 
 def replacement(app: Celery, sig: Any, *place: Any) -> Any:
@@ -96,6 +100,23 @@ def _identified(app: Celery, signatures: Any, place: Place) -> list[Any] | None:
     if not signatures:
         return None
     return [_readable(app, sig, (*place, position)) for position, sig in enumerate(maybe_list(signatures))]
+
+
+def _in_chord(app: Celery, step: Any) -> Any:
+    body = (step.get("options") or {}).get("chord") if isinstance(step, Mapping) else None
+    return {**step, "options": {**step["options"], "chord": _chord_body(app, body)}} if body else step
+
+
+def _chord_body(app: Celery, body: Any) -> Any:
+    """The body with ids for its errbacks, the same from every part: whoever counts the last one publishes them.
+
+    A group's are left to Celery, which tells each member's from the group's by comparing them.
+    """
+    options = body.get("options") if isinstance(body, Mapping) else None
+    if not options or not options.get("link_error") or body.get("subtask_type") == "group":
+        return body
+    errbacks = _identified(app, options["link_error"], ("chord", options.get("task_id"), "errback"))
+    return {**body, "options": {**options, "link_error": errbacks}} if options.get("task_id") else body
 
 
 def _readable(app: Celery, sig: Any, place: Place) -> Any:

@@ -18,6 +18,7 @@ from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_idem import continuation, publish
+from celery_idem.core.canonical import NoCanonicalForm
 from celery_idem.core.context import RunContext
 from celery_idem.core.engine import Ending, Engine
 from celery_idem.core.events import EventName
@@ -37,6 +38,7 @@ from celery_idem.core.records import (
 from celery_idem.errors import (
     ClaimConflict,
     FingerprintMismatch,
+    KeyMissing,
     LeaseLost,
     ParkFailed,
     RecordCorrupt,
@@ -73,7 +75,7 @@ class Delivering:
         self.run, self.args, self.kwargs = run, args, kwargs
         self.in_body = False
         self.observe = runtime.mode == "observe"
-        self.continues = bool(request.callbacks or request.errbacks or request.chain or request.chord)
+        self.continues = _continues(request)
         self.successor: Successor | None = None
         self.replaced = False
         self.ended_by: tuple[Any, ...] | None = None if self.observe else ("generation", request.retries)
@@ -98,7 +100,8 @@ class Delivering:
         try:
             return self._deliver()
         finally:
-            if self.ended_by is not None:  # after any park or retry, whose copies carry no ids of ours
+            # After any park or retry, whose copies carry no ids of ours.
+            if self.ended_by is not None and _continues(self.request):
                 with soft_limit_held(discard=True):
                     continuation.identify(self.task.app, self.request, *self._place(*self.ended_by))
 
@@ -115,6 +118,11 @@ class Delivering:
                 result = self._attempt()
                 if result.status is Status.CONFLICT and result.decision is not None:
                     self._stand_back(result.decision)
+            except (KeyMissing, NoCanonicalForm) as error:
+                if not self.observe or self.operation is not None:
+                    raise
+                logger.warning("%s[%s] would be refused: %s", self.task.name, self.request.id, error)
+                return self.run(*self.args, **self.kwargs)
             except SoftTimeLimitExceeded:
                 if self.context is not None:  # the body ran
                     raise
@@ -379,6 +387,11 @@ RETRY_HAS = 2.0
 SURPLUS = 2
 """A copy this many counts behind is dropped: the one that replaced it was itself delivered, so it is on the broker."""
 SCALARS = (str, int, float, bytes, bool, type(None))
+
+
+def _continues(request: Any) -> bool:
+    """Whether Celery has something to publish when this message ends."""
+    return bool(request.callbacks or request.errbacks or request.chain or request.chord)
 
 
 def _own_copy(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:

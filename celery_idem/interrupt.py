@@ -23,6 +23,12 @@ from typing import Any, Protocol
 
 from celery_idem.errors import LeaseLost
 
+try:
+    # What signal.getsignal asks, and then looks for an enum member that no handler is: a hundred times the cost.
+    from _signal import getsignal  # type: ignore[import-not-found]
+except ImportError:  # pragma: no cover  not CPython
+    from signal import getsignal
+
 _LEFT = object()
 _STRIKE_TIMEOUT = 5.0  # seconds to wait for another thread's two calls: only a fork between them loses that thread
 
@@ -304,7 +310,7 @@ def _wakeable() -> bool:
     """Whether SIGURG ends a system call of the calling thread, now that a handler for it is sure to be there."""
     if not (_in_main_thread() and hasattr(signal, "SIGURG") and hasattr(signal, "pthread_kill")):
         return False
-    handler = signal.getsignal(signal.SIGURG)
+    handler = getsignal(signal.SIGURG)
     if handler in (signal.SIG_DFL, signal.SIG_IGN):
         try:
             signal.signal(signal.SIGURG, _woken)
@@ -375,7 +381,7 @@ class _Gate:
 def _soft_limit_gate() -> _Gate | None:
     if not (hasattr(signal, "SIGUSR1") and _in_main_thread()) or _is_green():
         return None
-    handler = signal.getsignal(signal.SIGUSR1)
+    handler = getsignal(signal.SIGUSR1)
     if isinstance(handler, _Gate):
         return handler
     if not callable(handler):  # no soft limit here

@@ -78,9 +78,9 @@ def waiting_time(task: Idempotent, wanted: float, *, jitter: float) -> float:
     either has written it. Of a rate-limited task every parked copy costs one of its runs, so there the slot is held
     as long as a run costs.
     """
-    per_second = 0.0 if task.app.conf.worker_disable_rate_limits else rate(task.rate_limit or 0)  # type: ignore[arg-type]
     wanted *= 1 - jitter / 5
-    if not per_second:
+    per_second = rate(task.rate_limit or 0)  # type: ignore[arg-type]
+    if not per_second or task.app.conf.worker_disable_rate_limits:
         return wanted
     return max(wanted, min(1 / per_second, LONGEST, visibility_timeout(task.app) / 3))
 

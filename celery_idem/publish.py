@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ REVOKED_HEADER = "idempotency_revoked"
 NOT_COPIED = (PARK_HEADER, REVOKED_HEADER, "redelivered", "x-death", "x-first-death-", "x-last-death-")
 """Beginnings of headers that belong to one copy: ours, kombu's Redis mark, RabbitMQ's dead-letter history."""
 STAMP_VERSION = 1
+_HASH = re.compile("[0-9a-f]{64}")
 MOST = 2**31
 """Generations and counts stay below this; more is garbage, and no store could keep it."""
 
@@ -91,12 +93,14 @@ def read_stamp(headers: Mapping[str, Any], task: str, message_id: str | None) ->
 
 def read_parked(headers: Mapping[str, Any]) -> Parked:
     """What the headers say about parking; garbage counts as never parked."""
-    facts = _json(headers.get(PARK_HEADER))
+    if PARK_HEADER not in headers:
+        return Parked()
+    facts = _json(headers[PARK_HEADER])
     with suppress(KeyError, TypeError, ValueError, OverflowError):
         generation, count, expires = int(facts["generation"]), int(facts["count"]), facts.get("expires")
         if not (0 <= generation < MOST and 0 <= count < MOST):
             return Parked()
-        with suppress(TypeError, ValueError):
+        with suppress(TypeError, ValueError, OverflowError):
             moment(expires)
             return Parked(generation, count, expires)
         return Parked(generation, count)
@@ -104,9 +108,9 @@ def read_parked(headers: Mapping[str, Any]) -> Parked:
 
 
 def moment(expires: Any) -> datetime:
-    """An expiry header as an aware time; ``ValueError`` or ``TypeError`` where it is none."""
+    """An expiry header as a time in UTC; ``ValueError``, ``TypeError`` or ``OverflowError`` where it is none."""
     parsed = datetime.fromisoformat(expires.replace("Z", "+00:00") if isinstance(expires, str) else expires)
-    return parsed if parsed.tzinfo else parsed.replace(tzinfo=timezone.utc)
+    return parsed.astimezone(timezone.utc) if parsed.tzinfo else parsed.replace(tzinfo=timezone.utc)
 
 
 def derive(
@@ -288,4 +292,4 @@ def _json(header: Any) -> dict[str, Any]:
 
 
 def _is_hash(text: str) -> bool:
-    return len(text) == 64 and all(c in "0123456789abcdef" for c in text)
+    return _HASH.fullmatch(text) is not None

@@ -27,6 +27,10 @@ class Request(CeleryRequest):
     _context: Any
     _left_to_the_claim = False
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.request_dict.pop(REVOKED_HEADER, None)  # ours to write; a producer's is none
+
     def revoked(self) -> bool:
         """Whether the message is discarded here."""
         return bool(super().revoked()) and not self._left_to_the_claim

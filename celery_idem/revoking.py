@@ -29,7 +29,7 @@ class Revoked(Ignore):
 def refuse_revoked(request: Any, parked: Parked) -> None:
     """``Revoked`` if the message was revoked, or expired while it was parked."""
     reason = (request.headers or {}).get(REVOKED_HEADER)
-    if reason in {"revoked", "expired"}:
+    if reason in ("revoked", "expired"):  # not a set: garbage need not be hashable
         raise Revoked(reason)
     if parked.expires is not None and moment(parked.expires) <= datetime.now(timezone.utc):
         raise Revoked("expired")

@@ -8,6 +8,7 @@ stored value continues the canvas as the first run did. ``Idempotent`` is all of
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from celery.utils.imports import symbol_by_name
 
 from celery_idem import publish
 from celery_idem.app import ensure_installed, runtime_of
+from celery_idem.core.canonical import NoCanonicalForm
 from celery_idem.core.context import RUNNING, RunContext, current
 from celery_idem.core.effects import Effects
 from celery_idem.core.keys import KeySource
@@ -30,23 +32,28 @@ from celery_idem.parking import confirmed_producer
 from celery_idem.signals import ATTRIBUTE
 
 
-def door(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Put the claim in front of a ``__call__``; what its own body calls goes straight through."""
+def door(own: Any) -> Callable[..., Any]:
+    """Put the claim in front of a ``__call__``; what its own body calls goes straight through.
 
-    @functools.wraps(inner)
+    Args:
+        own: as it stands in the class: a function, a property, a static or class method, anything Python can call.
+    """
+
+    @functools.wraps(own)
     def claiming(self: Idempotent, *args: Any, **kwargs: Any) -> Any:
+        inner = own.__get__(self, type(self)) if hasattr(own, "__get__") else own
         request = self.request
         delivery = request.__dict__.get(ATTRIBUTE)
         if delivery is not None and delivery.in_body:  # super().__call__(), or a body that calls its own task
-            return inner(self, *args, **kwargs)
+            return inner(*args, **kwargs)
         runtime = runtime_of(self.app)
         if not request.called_directly and runtime.protects(self) and not runtime.is_broadcast(request.delivery_info):
-            return Delivering(self, runtime, request, functools.partial(inner, self), args, kwargs).handle()
+            return Delivering(self, runtime, request, inner, args, kwargs).handle()
         if not request.called_directly:
             tell_started(self, request)
         running = RUNNING.set(self._unclaimed(args, kwargs))
         try:
-            return inner(self, *args, **kwargs)
+            return inner(*args, **kwargs)
         finally:
             RUNNING.reset(running)
 
@@ -58,7 +65,7 @@ def _body(self: Idempotent, *args: Any, **kwargs: Any) -> Any:
     """Run the task's own body, and whatever ``__call__`` a base of the user's puts around it."""
     # Celery's own __call__ would push a copied request, whose children and mutations are lost; a base of the user's
     # that stands between must run all the same.
-    if self.request.called_directly or _stands_between(type(self), "__call__"):
+    if self.request.called_directly or _stands_between(type(self), "__call__") or _is_patched():
         return super(Idempotent, self).__call__(*args, **kwargs)
     return self.run(*args, **kwargs)
 
@@ -67,6 +74,11 @@ def _stands_between(cls: type[Idempotent], method: str) -> bool:
     """Whether a base of the user's has its own method between ours and Celery's."""
     mro = cls.__mro__
     return next(c for c in mro[mro.index(Idempotent) + 1 :] if method in c.__dict__) is not Task
+
+
+def _is_patched() -> bool:
+    """Whether somebody put a ``__call__`` of their own into Celery's class, as Celery itself tells it."""
+    return getattr(Task.__call__, "__module__", None) not in {"celery.app.task", "celery.app.trace"}
 
 
 class Idempotent(Task):  # type: ignore[type-arg]  # not subscriptable before Celery 5.6
@@ -90,8 +102,9 @@ class Idempotent(Task):  # type: ignore[type-arg]  # not subscriptable before Ce
         if isinstance(policy, Policy):
             del cls.idempotency
             cls.idempotency_policy = policy.over(cls.idempotency_policy)
-        if not hasattr(cls.__call__, "is_door"):
-            cls.__call__ = door(cls.__call__)  # type: ignore[method-assign]
+        own = inspect.getattr_static(cls, "__call__")
+        if not hasattr(own, "is_door"):
+            cls.__call__ = door(own)  # type: ignore[method-assign]
 
     @classmethod
     def bind(cls, app: Any) -> Any:
@@ -102,6 +115,7 @@ class Idempotent(Task):  # type: ignore[type-arg]  # not subscriptable before Ce
         if cls.track_started:
             cls.tracks_started, cls.track_started = True, False
         ensure_installed(app)
+        runtime_of(app).forget(cls.name)
         return bound
 
     if TYPE_CHECKING:
@@ -146,19 +160,18 @@ class Idempotent(Task):  # type: ignore[type-arg]  # not subscriptable before Ce
             if fits is not None:
                 fits(*(args or ()), **(kwargs or {}))  # Celery's own TypeError, before any word about keys
             message_id = task_id or uuid()
-            given["headers"] = publish.stamped_headers(
-                self,
-                runtime.policy_of(self),
-                args or (),
-                kwargs or {},
-                message_id,
-                options.get("headers"),
-                idempotency_key,
-                publish.place_in_canvas(options),
-            )
+            call = args or (), kwargs or {}
+            place = publish.place_in_canvas(options)
+            try:
+                given["headers"] = publish.stamped_headers(
+                    self, runtime.policy_of(self), *call, message_id, options.get("headers"), idempotency_key, place
+                )
+            except (KeyMissing, NoCanonicalForm):
+                if runtime.mode != "observe":  # there the worker says what would have been refused
+                    raise
             if task_id is None and _stands_between(type(self), "apply_async"):
                 # The application's own may choose the id, the arguments too: the worker derives the stamp from those.
-                del given["headers"][publish.STAMP_HEADER]
+                given.get("headers", {}).pop(publish.STAMP_HEADER, None)
             else:
                 given["task_id"] = message_id
         succeeds = options.get("retries") or options.get("replaced_task_nesting")

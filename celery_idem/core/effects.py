@@ -49,6 +49,8 @@ class Effects:
         self._over = False
         self.outage: StoreError | None = None
         """Why no transaction could be begun."""
+        self.abandoned = False
+        """A ``with`` was never left: what held it, a generator say, was thrown away, and what was written with it."""
 
     @property
     def open(self) -> bool:
@@ -58,6 +60,15 @@ class Effects:
     @contextmanager
     def transaction(self, carrier: Carrier | None = None) -> Iterator[Any]:
         """See ``RunContext.transaction``; the carrier is a framework's connection, None the store's own."""
+        try:
+            with self._entered(carrier) as connection:
+                yield connection
+        except GeneratorExit:  # Python tells nobody of it, so the body would return as if it had written
+            self.abandoned = self._claim is not None
+            raise
+
+    @contextmanager
+    def _entered(self, carrier: Carrier | None) -> Iterator[Any]:
         if self._claim is None and carrier is not None:  # nothing to complete: the framework's own transaction will do
             with carrier.savepoint():
                 yield carrier.connection
@@ -121,6 +132,14 @@ class Effects:
         ended = self._transaction.commit(outcome)
         self._transaction = None
         return ended
+
+    def check_left(self) -> None:
+        """``ConfigurationError`` if a body that succeeded has lost what it wrote in a ``with`` it never left."""
+        if self.abandoned:
+            raise ConfigurationError(
+                "a with statement of transaction() was never left, so what was written there was taken back: a "
+                "generator that holds it was not run to its end, or __enter__ was called without __exit__"
+            )
 
     def undo(self, *, last: bool = False) -> None:
         """Take back what was written, if anything was, and have the claim renewed again unless it is the ``last`` time.

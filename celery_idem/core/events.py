@@ -113,7 +113,8 @@ class Emitter:
     def __call__(self, name: EventName, operation: Operation, **more: Any) -> None:
         """Tell that this happened to the operation; ``more`` are the event's own fields, without None."""
         level = LEVELS.get(name, logging.WARNING)
-        if not self.listeners and not logger.isEnabledFor(level):
+        logged = logger.isEnabledFor(level)
+        if not (logged or self.listeners):
             return
         delivery = operation.delivery
         fields = {
@@ -123,7 +124,9 @@ class Emitter:
             "generation": delivery.generation,
             **{k: v for k, v in more.items() if v is not None},
         }
-        logger.log(level, "%s %s", name.value, " ".join(f"{k}={v}" for k, v in fields.items()), extra={"idem": fields})
+        if logged:
+            text = " ".join(f"{k}={v}" for k, v in fields.items())
+            logger.log(level, "%s %s", name.value, text, extra={"idem": fields})
         event = Event(name, fields)
         for listener in self.listeners:
             try:

@@ -16,7 +16,7 @@ import inspect
 import string
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from celery_idem.core.canonical import NoCanonicalForm, canonical, fields_of, key_form, leaf, text_bytes
@@ -34,12 +34,14 @@ class Bound:
 
     ``arguments`` has what differs from its default, ``full`` the defaults too, ``open`` says that any other name may
     be there in another call (``**kwargs``). A ``**kwargs`` name that is also a parameter's, or starts with an
-    asterisk, has ``**`` before it. A call the signature refuses has its positional arguments as ``*``.
+    asterisk, has ``**`` before it. A call the signature refuses has its positional arguments as ``*``,
+    and says in ``misfit`` why.
     """
 
     arguments: dict[str, object]
     full: dict[str, object]
     open: bool = False
+    misfit: str = field(default="", compare=False)
 
 
 def bind(
@@ -82,9 +84,9 @@ class _Shape:
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Bound:
         try:
             given = self.signature.bind(*args, **kwargs).arguments
-        except TypeError:
+        except TypeError as error:
             unmatched = {"*": list(args), **_extra(kwargs, ())}
-            return Bound(unmatched, unmatched, open=True)
+            return Bound(unmatched, unmatched, open=True, misfit=str(error))
         extra = given.pop(self.var_keyword, None) if self.var_keyword else None
         if self.var_positional in given:
             given[self.var_positional] = list(given[self.var_positional])
@@ -230,6 +232,8 @@ class _Missing(Exception):
 def _look_up(call: Bound, name: str) -> object:
     first, *rest = name.split(".")
     if first not in call.full:
+        if call.misfit:
+            raise _Missing(f"the arguments do not fit the task ({call.misfit}): send what it takes")
         raise _Missing(f"there is no argument {first!r}: {_nearest(first, call.full)}", wrong=not call.open)
     value = call.full[first]
     for part in rest:

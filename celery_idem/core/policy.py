@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from celery_idem.core.settings import BY_NAME, PER_TASK, Settings, checked
+from celery_idem.core.settings import BY_NAME, PER_TASK, Settings, check_name, checked
 from celery_idem.errors import ConfigurationError
 
 
@@ -50,6 +50,7 @@ class Policy:
     on_replay: Callable[[Any, Any], Any] | None = UNSET
 
     def __post_init__(self) -> None:
+        check_name(self.name)
         for name in PER_TASK:
             value = getattr(self, name)
             if value is not UNSET:

@@ -182,6 +182,8 @@ class Run:
     def _end(self, ending: Ending, value: Any, error: BaseException | None) -> RunResult:
         if ending.outcome in {None, Kind.FAILURE}:
             self.effects.undo()
+        else:
+            self.effects.check_left()
         if ending.outcome is not None:
             return self._complete(ending, value, error)
         if ending.reason is not None:
@@ -223,11 +225,11 @@ class Run:
         except StoreUnavailable as error:
             # Whether the commit landed is in the record, and nobody can write that while the commit is under way.
             found = engine.release(claim, Release.INTERRUPTED)
-            if found is None:
+            if found in {None, Ended.RELEASED}:  # to be tried later: what cut this one off may cut off the next
                 self.effects.outage = error
                 raise
-            logger.warning("a commit of key %s got no answer, and the record is %s: %s", claim.key, found.value, error)
-            return found if found is Ended.COMPLETED else Ended.LOST
+            logger.warning("a commit of key %s got no answer, and the record is %s: %s", claim.key, found, error)
+            return found
         if ended is Ended.LOST:
             self._tell(EventName.LEASE_RECLAIMED_LOSS)
         return ended
@@ -267,6 +269,7 @@ class Run:
         if error is not None and not isinstance(error, Exception):
             raise error
         if error is not None:
+            self.effects.undo()
             self._tell(EventName.VERIFY_FAILED, error=repr(error))
         elif not isinstance(known, (Happened, NotHappened)):
             self._tell(EventName.VERIFY_FAILED, error=f"verify returned {known!r}, not Happened or NotHappened")

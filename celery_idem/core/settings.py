@@ -29,14 +29,16 @@ def _one_of(*choices: str) -> Check:
     return lambda value: None if value in choices else f"must be one of {', '.join(map(repr, choices))}"
 
 
-def _number(low: float, high: float = float("inf"), *, above: bool = False) -> Check:
+FOREVER = 1e11
+"""Seconds, three thousand years: what no store could add to its clock, infinity above all, is more."""
+
+
+def _number(low: float, high: float = FOREVER, *, above: bool = False) -> Check:
     def check(value: Any) -> str | None:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return "must be a number"
-        if math.isnan(value) or value > high or (value <= low if above else value < low):
-            return f"must be {'above' if above else 'at least'} {low:g}" + (
-                f" and at most {high:g}" if high < 1e300 else ""
-            )
+        if value > high or math.isnan(value) or (value <= low if above else value < low):
+            return f"must be {'above' if above else 'at least'} {low:g} and at most {high:g}"
         return None
 
     return check
@@ -55,7 +57,12 @@ def _flag(value: Any) -> str | None:
 
 
 def _text(value: Any) -> str | None:
-    return None if value is None or (isinstance(value, str) and value.strip()) else "must be a non-empty string"
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.strip():
+        return "must be a non-empty string"
+    kept = "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
+    return None if kept else "holds a character no store can keep"
 
 
 def _callable(value: Any) -> str | None:
@@ -208,6 +215,12 @@ TABLE: tuple[Setting, ...] = (
 
 BY_NAME = {setting.name: setting for setting in TABLE}
 PER_TASK = tuple(setting.name for setting in TABLE if setting.per_task)
+
+
+def check_name(value: Any) -> None:
+    """``ConfigurationError`` if this cannot be a policy's name."""
+    if problem := _text(value):
+        raise ConfigurationError(f"Policy(name=…) = {value!r}: {problem}")
 
 
 def checked(name: str, value: Any, *, shown_as: str | None = None) -> Any:

@@ -88,6 +88,24 @@ class Backend(CacheBackend):
         super().__init__(app, **{**options, "backend": "memory", "url": None})
         self.client = _RESULTS[app]  # type: ignore[misc]  # a cached_property to Celery
 
+    def wait_for(self, task_id: str, timeout: float | None = None, *args: Any, **options: Any) -> Any:
+        """Celery's, but for a wait that would have no end."""
+        self._refuse_endless([task_id], timeout)
+        return super().wait_for(task_id, timeout, *args, **options)
+
+    def get_many(self, task_ids: Any, timeout: float | None = None, *args: Any, **options: Any) -> Any:
+        """Celery's, but for a wait that would have no end."""
+        task_ids = list(task_ids)
+        self._refuse_endless(task_ids, timeout)
+        return super().get_many(task_ids, timeout, *args, **options)
+
+    def _refuse_endless(self, task_ids: list[str], timeout: float | None) -> None:
+        missing = [task_id for task_id in task_ids if self.get_state(task_id) not in self.READY_STATES]
+        if timeout is None and missing:
+            raise AssertionError(
+                f"get() would wait for ever, for nobody delivers {', '.join(missing)}: call idem.run_all() before it"
+            )
+
 
 DEAD = "a process that the test has killed"
 

@@ -80,3 +80,23 @@ def test_a_store_that_does_not_answer_stops_no_worker() -> None:
         worker: WorkerProc = tasks.worker(concurrency=1)
         with worker:
             worker.wait_log("tasks will wait for it")
+
+
+PLAIN = """
+@app.task
+def pay(order):
+    return order
+"""
+
+
+@pytest.mark.parametrize("settings", [{"idempotency_store": "memory://"}, {}])
+def test_settings_without_a_task_that_is_switched_on_are_told(settings: dict[str, Any]) -> None:
+    with TaskApp(PLAIN, broker="filesystem://", settings=settings) as tasks, tasks.worker(concurrency=1) as worker:
+        assert tasks.module.pay.delay(7).get(timeout=20) == 7
+        assert ("no task is switched on" in worker.log) is bool(settings)
+
+
+def test_a_worker_says_how_many_tasks_are_switched_on() -> None:
+    settings = {"idempotency_store": "memory://", "task_annotations": ["celery_idem:annotation"]}
+    with TaskApp(PLAIN, broker="filesystem://", settings=settings) as tasks, tasks.worker(concurrency=1) as worker:
+        assert "1 tasks are switched on, in mode enforce" in worker.log

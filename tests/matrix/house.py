@@ -113,7 +113,8 @@ class House:
         self.points = KillPoints(self.tasks.path("points"))
         self.published: dict[str, dict[str, Any]] = {}
         self.workers: list[WorkerProc] = []
-        before_task_publish.connect(self._note)
+        # Celery 5.5 takes two objects' methods for one receiver, unless they are named apart.
+        before_task_publish.connect(self._note, dispatch_uid=self.tasks.name)
 
     def start(self, workers: int = 1) -> None:
         """Have this many workers, not counting the dead."""
@@ -130,7 +131,7 @@ class House:
 
     def close(self) -> None:
         """Reap it all."""
-        before_task_publish.disconnect(self._note)
+        before_task_publish.disconnect(self._note, dispatch_uid=self.tasks.name)
         self.tasks.close()
 
     # --- messages ----------------------------------------------------------------------------------------------------

@@ -441,6 +441,17 @@ def test_a_hook_may_reject_by_itself(bench: Any) -> None:
     assert shop.unacked() == 0
 
 
+def test_a_handler_that_acked_and_failed_does_not_end_the_consumer(bench: Any) -> None:
+    def acks(_: Any, message: Any) -> None:
+        message.ack()
+        raise ValueError("declined")
+
+    shop = bench(handler=acks, max_attempts=1, dead_letter=None)
+    shop.send()
+    shop.drain()
+    assert shop.unacked() == 0
+
+
 def test_a_failure_that_is_an_outcome_is_given_up_at_once_and_so_is_its_duplicate(bench: Any) -> None:
     shop = bench(Policy(name="charge", key="order:{order}", replay_failures=(ValueError,)))
     shop.errors = [ValueError("declined")]

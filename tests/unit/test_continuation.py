@@ -744,3 +744,26 @@ def test_stamps_survive_retry_park_and_replay_and_reach_links_and_steps(shop: Sh
 
 def test_an_id_is_the_same_on_every_worker_and_in_every_release() -> None:
     assert continuation.derived("charge", "M", 0, "fence", 7, "link", 0) == "cf7beaeb-67be-57ce-b158-eb567f9b4c6a"
+
+
+# --- chords that fail -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_chords_errbacks_run_once_if_the_part_that_told_them_is_killed_before_it_is_over(
+    shop: Shop, chained: bool
+) -> None:
+    charge, step = charge_task(shop, body=refuse), step_task(shop)
+    told: list[str] = []
+
+    @shop.task(name="told")
+    def hear(failed: str) -> None:
+        told.append(failed)
+
+    part = charge.s(1) | step.s() if chained else charge.s(1)
+    body = step.s().on_error(hear.s())
+    with shop.idem.killed(before="settle", task=charge):
+        chord([part, step.s(2)], body).apply_async(task_id="body")
+        shop.idem.run_all()
+    shop.idem.run_all()
+    assert (len(charge.runs), told) == (2, ["body"])

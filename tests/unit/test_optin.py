@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 from celery import Celery, Task, shared_task
@@ -214,6 +215,115 @@ def test_a_base_that_was_bound_before_its_tasks_is_switched_on_with_them(shop: S
     counting.bind(shop.app)  # as reading ``counting.app`` does; Celery never shows Pay to annotations after it
     assert values(twice(shop, shop.app.register_task(Pay()))) == [7, 7]
     assert counting.calls == ["own", "pay"]
+
+
+def test_a_task_that_is_the_base_of_another_may_be_bound_after_it(shop: Shop) -> None:
+    class Pay(Counting):
+        name = "pay"
+        calls: list[str] = []  # noqa: RUF012
+
+        def run(self) -> int:
+            return 7
+
+    class Refund(Pay):
+        name = "refund"
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append("own")
+            return super().__call__(*args, **kwargs)
+
+    tasks = [shop.app.register_task(task()) for task in (Refund, Pay)]
+    for task in tasks:
+        assert values(twice(shop, task)) == [7, 7]
+    assert Pay.calls == ["own", "refund", "pay"]
+
+
+T = TypeVar("T")
+
+
+class Slotted:
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("first", [abc.ABC, Generic[T], Slotted])
+def test_a_base_without_a_dict_may_come_first(shop: Shop, first: Any) -> None:
+    class Base(first, Task):  # type: ignore[misc, type-arg]
+        abstract = True
+
+    class Direct(first, Task):  # type: ignore[misc, type-arg]
+        name = "direct"
+        runs = 0
+
+        def run(self) -> int:
+            type(self).runs += 1
+            return self.runs
+
+    class Below(Base):
+        name = "below"
+        runs = 0
+        run = Direct.run
+
+    for cls in (Direct, Below):
+        assert values(twice(shop, shop.app.register_task(cls()))) == [1, 1]
+
+
+class _Descriptor:
+    def __get__(self, task: Any, _: Any = None) -> Any:
+        return self if task is None else task.run
+
+
+class _Instance:
+    def __call__(self) -> int:
+        return 7
+
+
+@pytest.mark.parametrize("base", [Task, IdempotentTask])
+@pytest.mark.parametrize(
+    "call",
+    [
+        property(lambda self: self.run),
+        staticmethod(lambda: 7),
+        classmethod(lambda cls: cls.paid),
+        functools.partialmethod(lambda self, value: value, 7),
+        _Descriptor(),
+        _Instance(),
+    ],
+    ids=lambda call: type(call).__name__,
+)
+def test_a_call_may_be_anything_python_can_call(shop: Shop, call: Any, base: Any) -> None:
+    attributes = {"name": "pay", "paid": 7, "run": lambda self: 7, "__call__": call}
+    task = shop.app.register_task(type("Pay", (base,), attributes)())
+    assert values(twice(shop, task)) == [7, 7]
+    assert shop.terminal() == ["NEW", "REPLAYED"]
+
+
+def test_a_call_that_was_patched_into_celerys_class_runs_inside_the_claim(shop: Shop, monkeypatch: Any) -> None:
+    seen, celerys = [], Task.__call__
+
+    def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self.name)
+        return celerys(self, *args, **kwargs)
+
+    monkeypatch.setattr(Task, "__call__", traced)
+    twice(shop, plain(shop, lambda: 1, name="pay"))
+    assert seen == ["pay"]
+
+
+def test_a_name_may_be_computed(shop: Shop) -> None:
+    class Pay(Task):  # type: ignore[type-arg]
+        name = property(lambda self: "pay")  # type: ignore[assignment]
+        run = lambda self: 1  # type: ignore[assignment]  # noqa: E731
+
+    twice(shop, shop.app.register_task(Pay()))
+    assert shop.terminal() == ["NEW", "REPLAYED"]
+
+
+def test_a_name_that_is_registered_again_gets_the_new_tasks_policy(shop: Shop) -> None:
+    twice(shop, plain(shop, lambda order: 1, name="pay"), 7)
+    shop.app.tasks.unregister("pay")
+    again = plain(shop, lambda order: 2, name="pay", idempotency=Policy(key="order:{order}"))
+    assert [shop.deliver(shop.send(again, 7)).value for _ in range(2)] == [2, 2]
+    assert shop.terminal()[-2:] == ["NEW", "REPLAYED"]
 
 
 class Sending(Task):  # type: ignore[type-arg]
@@ -474,6 +584,19 @@ def test_a_class_python_cannot_change_is_refused_by_name(shop: Shop) -> None:
         shop.app.register_task(Fixed("Pay", (Task,), {"name": "pay", "run": lambda self: None})())
 
 
+def test_a_class_that_cannot_be_changed_is_left_out_by_a_glob(make_shop: Any) -> None:
+    def pay() -> Any:
+        own = "the application's own"
+        return type("Pay", (Task,), {"name": "pay", "idempotency_policy": own, "run": lambda self: own})()
+
+    with pytest.raises(ConfigurationError, match=r"pay .*idempotency_policy has a name of ours"):
+        make_shop().app.register_task(pay())
+    shop = make_shop(idempotency_tasks={"pay": False, "*": True})
+    task = shop.app.register_task(pay())
+    switch_on_bound(shop.app)
+    assert values(twice(shop, task)) == ["the application's own"] * 2
+
+
 # --- which tasks ----------------------------------------------------------------------------------
 
 TASKS = {"reports.*": False, "billing.pay": {"key": "order:{order}"}, "billing.*": True}
@@ -537,6 +660,27 @@ def test_observe_mode_says_what_it_would_do_and_runs_everything(make_shop: Any) 
     twice(shop, plain(shop, lambda: runs.append(1), name="pay"))
     assert len(runs) == 2
     assert "WOULD_REPLAY" in shop.names()
+
+
+@pytest.mark.parametrize("publish", ["delay", "send_task"])
+def test_observe_mode_refuses_nothing_that_has_no_key(make_shop: Any, publish: str, caplog: Any) -> None:
+    shop, runs = make_shop(idempotency_mode="observe", idempotency_tasks={"pay": {"key": "order:{order}"}}), []
+    task = plain(shop, lambda order: runs.append(order), name="pay")  # noqa: PLW0108  a builtin has no signature
+    task.delay(None) if publish == "delay" else shop.app.send_task("pay", (None,))
+    (message,) = shop.messages()
+    assert [shop.deliver(message).state for _ in range(2)] == ["SUCCESS", "SUCCESS"]
+    assert runs == [None, None]
+    assert "would be refused: pay: the key's 'order' is None" in caplog.text
+
+
+def test_arguments_that_do_not_fit_the_task_are_told_as_such(make_shop: Any) -> None:
+    shop = make_shop(idempotency_tasks={"pay": {"key": "order:{order}"}})
+    plain(shop, lambda order, amount: amount, name="pay", lazy=False)
+    shop.app.send_task("pay", (1,))
+    (message,) = shop.messages()
+    delivered = shop.deliver(message)
+    assert delivered.state == "FAILURE"
+    assert "do not fit the task (missing a required argument: 'amount')" in str(delivered.value)
 
 
 # --- in code --------------------------------------------------------------------------------------

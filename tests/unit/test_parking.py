@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
+from celery.utils.imports import symbol_by_name
 from hypothesis import given
 from hypothesis import strategies as st
 from kombu import Exchange, Queue, binding
@@ -215,3 +217,32 @@ def test_what_a_worker_noted_of_a_revoke_is_not_parked_with_the_copy(shop: Shop)
     shop.deliver({**message, "idempotency_revoked": "revoked"})
     (copy,) = shop.messages()
     assert "idempotency_revoked" not in copy
+
+
+@pytest.mark.parametrize("garbage", [[], {}, 7, "", "Revoked"])
+def test_garbage_in_place_of_the_workers_note_of_a_revoke_is_none(shop: Shop, garbage: Any) -> None:
+    message = shop.send(shop.task(name="t")(nothing))
+    assert shop.deliver({**message, "idempotency_revoked": garbage}).state == "SUCCESS"
+
+
+def test_a_note_of_a_revoke_that_came_with_the_message_is_no_worker_s(shop: Shop) -> None:
+    task = shop.task(name="t")(nothing)
+    task.apply_async(headers={"idempotency_revoked": "revoked"})
+    with shop.app.connection_for_read() as connection, connection.channel() as channel:
+        raw = channel.basic_get(shop.app.conf.task_default_queue, no_ack=True)
+    assert "idempotency_revoked" in raw.headers
+    assert "idempotency_revoked" not in symbol_by_name(task.Request)(raw, app=shop.app, task=task).request_dict
+
+
+@pytest.mark.parametrize("expires", ["9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00+23:59"])
+def test_an_expiry_outside_of_every_calendar_is_garbage(shop: Shop, expires: str) -> None:
+    @shop.task(name="t", bind=True)
+    def again(self: Any) -> str:
+        if self.request.retries == 0:
+            raise self.retry(countdown=0)
+        return "done"
+
+    parked = json.dumps({"generation": 0, "count": 1, "expires": expires})
+    assert shop.deliver({**shop.send(again), "idempotency_park": parked}).state == "RETRY"
+    (retried,) = shop.messages()
+    assert shop.deliver(retried).value == "done"

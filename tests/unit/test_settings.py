@@ -32,6 +32,7 @@ def test_policy_has_exactly_the_per_task_settings() -> None:
         ("namespace", " "), ("dead_check", 1), ("local_cache", -1), ("purge", "yes"), ("key", ""), ("key", 7),
         ("key", "no field"), ("scope", 3), ("fingerprint", "amount"), ("fingerprint", []), ("lease", 0),
         ("lease", float("nan")), ("lease", "60"), ("ttl", -1), ("wait_timeout", 61), ("on_conflict", "wait"),
+        ("ttl", float("inf")), ("ttl", 10**400), ("namespace", "a\0b"), ("scope", "\ud800"),
         ("verify", "yes"), ("on_unknown", "park"), ("on_lease_lost", "kill"), ("max_deliveries", 0),
         ("max_deliveries", 2.5), ("storage_policy", "open"), ("serializer", ""), ("result_max_bytes", 0),
         ("replay_failures", ValueError), ("replay_failures", (BaseException,)), ("cacheable", True), ("on_replay", 1),
@@ -45,6 +46,12 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
             Policy(**{name: value})
 
 
+@pytest.mark.parametrize("name", [5, "", " ", "a\0b", "\ud800"])
+def test_a_name_no_store_could_keep_is_refused(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match="name"):
+        Policy(name=name)
+
+
 def test_an_unknown_name_is_refused_with_the_nearest_match() -> None:
     with pytest.raises(ConfigurationError, match="idempotency_lease"):
         Settings.load({"leese": 5}, environment={})
@@ -56,6 +63,17 @@ def test_the_environment_overrides_the_mode_and_is_checked() -> None:
     assert Settings.load({"mode": "enforce"}, environment={"CELERY_IDEMPOTENCY_MODE": "observe"})["mode"] == "observe"
     with pytest.raises(ConfigurationError, match="CELERY_IDEMPOTENCY_MODE"):
         Settings.load({}, environment={"CELERY_IDEMPOTENCY_MODE": "maybe"})
+
+
+@pytest.mark.parametrize("namespace", ["CELERY", "SHOP", "SHOP_", "shop"])
+def test_settings_are_read_from_any_namespace(namespace: str) -> None:
+    prefix = namespace if namespace.endswith("_") else f"{namespace}_"
+    given = {"idempotency_mode": "off", "idempotency_ttl": 5}
+    names = {prefix + (name.upper() if prefix.isupper() else name): value for name, value in given.items()}
+    app = Celery("a", set_as_current=False)
+    app.config_from_object(type("Given", (), names), namespace=namespace)
+    settings = runtime_of(app).settings
+    assert (settings["mode"], settings["ttl"]) == ("off", 5)
 
 
 def test_settings_are_read_from_an_app_and_from_a_namespace() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery, Task, chain, chord
+from celery import Celery, Task, chain, chord, group
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Reject
 from celery.signals import task_postrun
@@ -135,6 +135,16 @@ def test_a_queue_that_never_empties_is_told(shop: Shop, idem: Idem) -> None:
 def test_a_call_that_is_not_one_message_is_told(shop: Shop, idem: Idem) -> None:
     with pytest.raises(AssertionError, match="published 2 messages"):
         idem.send(chord([shop.charge.s(1), shop.charge.s(2)], shop.total.s()))
+
+
+def test_a_result_that_nobody_will_deliver_is_told_and_not_waited_for(shop: Shop, idem: Idem) -> None:
+    sent = group(shop.charge.s(1, 50), shop.charge.s(2, 50)).delay()
+    for result in (sent, sent.results[0]):
+        with pytest.raises(AssertionError, match="run_all"):
+            result.get()
+    idem.run_all()
+    assert len(sent.get()) == 2
+    assert sent.results[0].get() == sent.get()[0]
 
 
 def test_a_rejected_message_goes_back_only_if_it_is_to_be_requeued(shop: Shop, idem: Idem) -> None:

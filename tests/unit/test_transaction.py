@@ -153,6 +153,32 @@ def test_an_exit_takes_it_back_and_leaves_a_doubt(shop: Ledger) -> None:
     assert (shop.amounts(), record.state, record.unknown) == ([], State.RELEASED, True)
 
 
+def test_what_a_verify_wrote_before_it_failed_is_taken_back(shop: Ledger) -> None:
+    def verify(order: int) -> None:
+        running = current()
+        assert running is not None
+        with running.transaction() as connection:
+            write(connection, 1)
+        raise KeyError(order)
+
+    ends: list[Any] = [SystemExit(1), None]
+
+    @shop.task(bind=True, idempotency=Policy(key="order:{order}", verify=verify))
+    def charge(self: Any, order: int) -> str:
+        with self.idempotency.transaction() as connection:
+            write(connection, 50)
+        end = ends.pop(0)
+        if end is not None:
+            raise end
+        return "paid"
+
+    message = shop.send(charge, 1)
+    with pytest.raises(SystemExit):
+        shop.deliver(message)
+    assert shop.deliver(message).value == "paid"
+    assert shop.amounts() == [50]
+
+
 @pytest.mark.parametrize("throw", [True, False])
 def test_a_retry_takes_it_back(shop: Ledger, throw: bool) -> None:
     @shop.task(bind=True, idempotency=ORDER)
@@ -323,6 +349,49 @@ def test_the_body_may_not_end_it_by_itself(shop: Ledger, how: str, inside: bool)
     assert came.state == "FAILURE"
     assert isinstance(came.value, InvalidRequestError)
     assert bool(went_on) is not inside
+    assert (shop.amounts(), shop.states(), shop.leases()) == ([], [State.RELEASED], 0)
+
+
+@pytest.mark.parametrize("statement", ["INSERT OR ROLLBACK INTO owner VALUES (1)", "ROLLBACK"])
+@pytest.mark.parametrize("more", [False, True])
+def test_what_a_statement_rolled_back_is_not_taken_for_written(shop: Ledger, statement: str, more: bool) -> None:
+    """What the body writes after it, the driver puts into a new transaction."""
+
+    @shop.task(bind=True, idempotency=ORDER)
+    def charge(self: Any, order: int) -> str:
+        with self.idempotency.transaction() as connection:
+            write(connection, 50)
+            connection.execute(sa.text("INSERT INTO owner VALUES (1)"))
+            with suppress(IntegrityError):
+                connection.execute(sa.text(statement))
+            if more:
+                write(connection, 60)
+        return "paid"
+
+    came = deliver(shop, charge)
+    assert came.state == "FAILURE"
+    assert isinstance(came.value, InvalidRequestError)
+    assert (shop.amounts(), shop.states(), shop.leases()) == ([], [State.RELEASED], 0)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_with_that_is_never_left_is_not_taken_for_written(shop: Ledger, joined: bool) -> None:
+    @shop.task(bind=True, idempotency=ORDER)
+    def charge(self: Any, order: int) -> str:
+        def lent() -> Iterator[Any]:
+            with self.idempotency.transaction() as connection:
+                yield connection
+
+        if joined:
+            with self.idempotency.transaction():
+                pass
+        generator = lent()
+        write(next(generator), 50)
+        return "paid"
+
+    came = deliver(shop, charge)
+    assert came.state == "FAILURE"
+    assert isinstance(came.value, ConfigurationError)
     assert (shop.amounts(), shop.states(), shop.leases()) == ([], [State.RELEASED], 0)
 
 

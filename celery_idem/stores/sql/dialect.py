@@ -55,7 +55,8 @@ _SQLITE = {
     "write": "UPDATE celery_idem_record SET {set} WHERE {seen}",
     "write_but_outcome": "UPDATE celery_idem_record SET {set_but_outcome} WHERE {seen}",
     # The first statement of a body's transaction must write: only that waits for the file, and then sees the newest.
-    "hold": "UPDATE celery_idem_record SET rev = rev WHERE key = :key",
+    # What it writes is gone again where somebody rolled the transaction back.
+    "hold": "UPDATE celery_idem_record SET rev = rev + 1 WHERE key = :key",
     "drop": "DELETE FROM celery_idem_record WHERE key = :key AND rev IS :seen_rev",
     "purge": """
         DELETE FROM celery_idem_record WHERE key IN (
@@ -83,7 +84,11 @@ _POSTGRESQL = {
         WITH {clock}
         SELECT {row}, now, wanted.key FROM unnest(CAST(:keys AS text[])) AS wanted(key) CROSS JOIN clock
         LEFT JOIN celery_idem_record r ON r.key = wanted.key""",
-    "hold": "SELECT {row} FROM celery_idem_record r WHERE key = :key FOR NO KEY UPDATE SKIP LOCKED",
+    # It writes, so that its rev is gone again where somebody rolled the transaction back.
+    "hold": """
+        UPDATE celery_idem_record r SET rev = rev + 1
+        WHERE key = (SELECT key FROM celery_idem_record WHERE key = :key FOR NO KEY UPDATE SKIP LOCKED)
+        RETURNING {row}""",
     "insert": "INSERT INTO celery_idem_record ({columns}) VALUES ({new}) ON CONFLICT (key) DO NOTHING",
     "write": "UPDATE celery_idem_record SET {set} WHERE {free}",
     "write_but_outcome": "UPDATE celery_idem_record SET {set_but_outcome} WHERE {free}",

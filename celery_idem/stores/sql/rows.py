@@ -60,10 +60,10 @@ def _row(values: Sequence[Any]) -> Row:
         key=values[0],
         state=State(values[2]),
         token=_text(values[3]),
-        fence=int(values[5]),
+        fence=_number(values[5], 63),
         message_id=_text(values[6]),
         generation=int(values[7]),
-        attempts=int(values[8]),
+        attempts=_number(values[8], 31),
         answer=Answer(values[4]),
         unknown=bool(values[9]),
         task=_text(values[10]),
@@ -79,7 +79,7 @@ def _row(values: Sequence[Any]) -> Row:
         notes={message_id: _note(note) for message_id, note in stored.items()},
         record_version=int(values[25]),
     )
-    return Row(record, int(values[1]), stored)
+    return Row(record, _number(values[1], 63), stored)
 
 
 def _newer(values: Sequence[Any]) -> Row:
@@ -90,6 +90,14 @@ def _newer(values: Sequence[Any]) -> Row:
         key, State.CLAIMED, str(token), int(fence), "", 0, 0, expires_at=expires_at, record_version=values[25]
     )
     return Row(record, int(rev), {})
+
+
+def _number(value: Any, bits: int) -> int:
+    """A number of a column of that many bits that can still grow: every write of the row would fail otherwise."""
+    number = int(value)
+    if number >= 2**bits - 1:
+        raise OverflowError(f"{number} cannot grow")
+    return number
 
 
 def _text(value: Any) -> str:

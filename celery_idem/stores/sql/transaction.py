@@ -217,7 +217,14 @@ class SQLTransaction:
 
         remember = claim.operation.delivery.continues
         ended = self._rows.guess(call, "end", row, judge, remember=remember)
-        return self._rows.change(call, claim.key, judge)[0] if ended is None else ended
+        if ended is not None:
+            return ended
+        if not row.same(self._rows.read(call, claim.key)[0]):
+            raise InvalidRequestError(
+                "transaction() was ended by a statement (ROLLBACK, INSERT OR ROLLBACK) or by the database, so not all "
+                "that was written is there: to take it back, let an exception leave the with statement"
+            )
+        return self._rows.change(call, claim.key, judge)[0]
 
     def rollback(self) -> None:
         """See ``Transaction.rollback``."""
