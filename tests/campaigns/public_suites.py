@@ -156,6 +156,9 @@ def compared(suite: Suite, select: str | None) -> tuple[list[Any], list[str]]:
     claimed = records_in(store)
     differ = sorted(test for test in bare.keys() | on.keys() if bare.get(test) != on.get(test))
     stood = [test for test in differ if _differs_again(suite, test)]
+    for test in differ:
+        again = "and again" if test in stood else "but not when run again alone: see on.log and bare.log"
+        print(f"DIFFERED: {project.name}: {test}: {bare.get(test)} bare, {on.get(test)} switched on, {again}")
     told = {test: f"{project.name}: {test} is {bare.get(test)} bare and {on.get(test)} switched on" for test in stood}
     for test in told.keys() & project.by_design.keys():
         progress(f"by design, {told[test]}: {project.by_design[test]}")
