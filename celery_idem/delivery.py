@@ -179,6 +179,8 @@ class Delivering:
                 return Ending.release(Release.RETRY, self.successor)
             return Ending.complete(Kind.RESULT, value) if remembers and self.engine.stores(value) else Ending.keep()
         if isinstance(error, Retry):
+            if self.successor is not None and self.successor.delay >= SOON:
+                return Ending.release(Release.RETRY, self.successor)
             return Ending.keep()  # till RETRY is stored, or it may come after what the successor stores, and stay
         if isinstance(error, Revoked):
             return Ending.keep()
@@ -382,6 +384,8 @@ class Delivering:
         raise Ignore(f"parked for {delay:.1f} s: {wait.cause}")
 
 
+SOON = 5.0
+"""Seconds; a retry that is due earlier might end before Celery has stored RETRY for its predecessor."""
 RETRY_HAS = 2.0
 """Seconds a retry that is due is given to be claimed, before a stale copy of its predecessor looks again."""
 SURPLUS = 2

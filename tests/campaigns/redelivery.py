@@ -108,7 +108,7 @@ class Side:
         """Wait until the broker has nothing left, and end the workers."""
         self.sweep(self._empty, 90)
         for worker in self._workers:
-            worker.term()
+            worker.stop()  # bare workers sometimes do not end by themselves after this
 
     def double(self) -> None:
         """Put a second copy of every queued message into the queue: what a redelivery leaves there."""

@@ -94,8 +94,8 @@ STEPS = {
 RUNS_AGAIN = frozenset({"plain", "head-0"})
 """First bodies that run a second time when their process is killed before the completion.
 
-A retry's may, unless its successor was quicker; so may a replaced one's, whose result Celery finds under the same id if
-the replacement was quicker, and then acks for the dead.
+A retry's may, unless its successor was quicker, for nothing is recorded of it before RETRY is stored. So may a replaced
+one's: if the replacement was quicker, Celery finds its result under the same id, and acks for the dead.
 """
 CONCURRENCY = {"prefork": 2, "threads": 4, "solo": 1, "gevent": 8}
 
@@ -179,6 +179,15 @@ class House:
         """Task and id of the message that suffers; a replacement has the same id."""
         headers = self.published[cell.tag]["headers"]
         return {"task": headers["task"], "message_id": headers["id"]}
+
+    def take_no_more(self) -> None:
+        """Have the workers leave in the queue what is published from now on.
+
+        Kombu's Redis transport takes a message and notes it as unacked in two steps; a process that is killed between
+        them loses it, and with it the cell.
+        """
+        if self.pool in {"threads", "gevent"}:
+            self.tasks.app.control.cancel_consumer(self.tasks.queue, reply=True, timeout=5, limit=1)
 
     def open(self, cell: Cell) -> None:
         """Let the gated body go on."""

@@ -239,6 +239,29 @@ def test_a_retry_runs_as_the_next_generation_and_the_stale_first_copy_does_not(s
     assert shop.terminal() == ["NEW", "NEW", "OVER"]
 
 
+@pytest.mark.parametrize(("countdown", "state"), [(30, State.RELEASED), (0, State.CLAIMED)])
+def test_a_retry_gives_the_key_back_at_once_unless_it_might_overtake_its_own_announcement(
+    shop: Shop, countdown: int, state: State, monkeypatch: Any
+) -> None:
+    def retry(self: Any, *_: Any) -> None:
+        raise self.retry(countdown=countdown)
+
+    charge = charge_task(shop, body=retry)
+    seen, store_retry = [], charge.backend.mark_as_retry
+
+    def mark_as_retry(*args: Any, **kwargs: Any) -> Any:
+        record = shop.store.get(key_of(charge))
+        seen.append(None if record is None else record.state)
+        return store_retry(*args, **kwargs)
+
+    monkeypatch.setattr(charge.backend, "mark_as_retry", mark_as_retry)
+    shop.deliver(shop.send(charge, 1))
+    assert seen == [state]
+    record = shop.store.get(key_of(charge))
+    assert record is not None
+    assert record.state is State.RELEASED
+
+
 @pytest.mark.guarantee("delivery: NOT_DUE parks until the retry is due, then with the usual delays for 60 s")
 def test_a_stale_copy_of_a_retried_attempt_is_parked_until_the_retry_is_due_and_then_takes_its_place(
     shop: Shop,
