@@ -50,8 +50,8 @@ INTRODUCTION = """\
 
 What real workers did, per pool, broker and shape of work, when the first message of that work met this. Written by
 `make matrix`; every cell is a test of `tests/matrix`. The numbers of bodies are exact: each ran once, and the first one
-once more where its process was killed in it before the completion (of a retry with countdown 0, before Celery had stored
-RETRY). The results are what bare Celery would have said.
+once more where its process was killed in it before the completion (of a retry with countdown 0, before RETRY was
+stored). The results are what bare Celery would have said.
 
 Redis was broker, result backend and store; with RabbitMQ the store was PostgreSQL and the result backend a database. In
 prefork the child was killed, elsewhere the whole worker, and another one was started.
