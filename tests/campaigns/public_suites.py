@@ -3,9 +3,8 @@
 The source distributions are downloaded, pinned by exact version, and run in environments of their own under ``--dir``.
 What switches them on is one file of configuration, loaded as a pytest plugin, which gives Celery the two settings as
 defaults of every app; nothing of theirs or of Celery's is replaced. A test that differs is run again, alone and both
-ways, and counts where it differs again: some of these tests race with the clock on a slow machine. Where a test asks
-for the very thing that idempotency takes away, the table below says so, and the difference must be there. A project's
-records in the store say how many messages went through ``celery_idem``, and none may be there of the bare run.
+ways, and counts where it differs again: some of these tests race with the clock on a slow machine. A project's
+records in the store say how many messages went through ``celery_idem``.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ class Project:
     needs: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     """Values ``redis`` become the URL of a database of its own."""
-    by_design: Mapping[str, str] = field(default_factory=dict)
-    """Tests that must differ, and why: what they ask for is what idempotency takes away."""
 
 
 PROJECTS = (
@@ -65,11 +62,6 @@ PROJECTS = (
         ["t/integration/test_canvas.py", "t/integration/test_tasks.py"],
         ["pydantic", "pytest-celery", "pytest-click", "pytest-order", "pytest-rerunfailures", "pytest-subtests"],
         {"TEST_BROKER": "redis", "TEST_BACKEND": "redis"},
-        {
-            "t.integration.test_canvas.test_chord::test_reapplying_frozen_chord_dispatches_body_again": (
-                "it sends messages with ids that were sent and run before, and wants them run again"
-            )
-        },
     ),
 )
 
@@ -159,20 +151,11 @@ def compared(suite: Suite, select: str | None) -> tuple[list[Any], list[str]]:
     for test in differ:
         again = "and again" if test in stood else "but not when run again alone: see on.log and bare.log"
         print(f"DIFFERED: {project.name}: {test}: {bare.get(test)} bare, {on.get(test)} switched on, {again}")
-    told = {test: f"{project.name}: {test} is {bare.get(test)} bare and {on.get(test)} switched on" for test in stood}
-    for test in told.keys() & project.by_design.keys():
-        progress(f"by design, {told[test]}: {project.by_design[test]}")
-    broken = [line for test, line in told.items() if test not in project.by_design]
-    broken += [f"{project.name}: {t} should differ, and does not" for t in project.by_design if _ran(bare, t, stood)]
+    broken = [f"{project.name}: {test} is {bare.get(test)} bare and {on.get(test)} switched on" for test in stood]
     if not claimed:
         broken.append(f"{project.name}: no message went through celery_idem")
-    designed = len(told.keys() & project.by_design.keys())
     row = [project.name, project.version, len(bare), *_counts(bare), *_counts(on)]
-    return [*row, len(differ), len(stood), designed, claimed], broken
-
-
-def _ran(bare: Mapping[str, str], test: str, stood: Sequence[str]) -> bool:
-    return bare.get(test) == "passed" and test not in stood
+    return [*row, len(differ), len(stood), claimed], broken
 
 
 def _differs_again(suite: Suite, test: str) -> bool:
@@ -221,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not given.dir:
             remove_dir(place)
     header = ("project", "version", "tests", "passed bare", "failed bare", "passed on", "failed on")
-    header += ("differ", "differ again", "by design", "messages claimed")
+    header += ("differ", "differ again", "messages claimed")
     return finish("Public suites, bare and switched on", table(header, rows), broken)
 
 
