@@ -155,9 +155,8 @@ def test_every_verb_works_in_a_forked_child_and_afterwards_in_the_parent(store: 
 
     def child(number: int) -> list[Any]:
         claim = acquired(store)
-        answers: list[Any] = [
-            store.renew([claim, parents]) == dict.fromkeys([claim.token, parents.token], Renewal.RENEWED)
-        ]
+        renewals = store.renew([claim, parents])  # the parent's is renewed by four at once, so it may be busy
+        answers: list[Any] = [renewals[claim.token] is Renewal.RENEWED and renewals[parents.token] is not Renewal.LOST]
         answers += [store.complete(claim, RESULT), forked(1, lambda _: store.get(claim.key))[0]]
         return answers
 

@@ -255,10 +255,9 @@ def test_threads_and_connections_do_not_grow(request: Any, pool: str) -> None:
             counts.append((max(threads for _, threads in seen), connections(shop.store)))
         early, late = counts[:2], counts[2:]
         assert max(late)[0] <= max(early)[0], f"threads: {counts}"
-        assert max(c for _, c in late) <= max(c for _, c in early), f"connections: {counts}"
-        # One for each body, and one for the heartbeat where it has a client of its own.
+        # One for each body, and one for the heartbeat where it has a client of its own; how many bodies meet, varies.
         most = {"prefork": 2 * concurrency, "solo": 2, "threads": concurrency + 1, "gevent": concurrency + 1}
-        assert counts[-1][1] <= most[pool], counts
+        assert max(c for _, c in counts) <= most[pool], f"connections: {counts}"
 
 
 def test_a_recycled_child_leaves_no_connection(request: Any) -> None:
