@@ -12,8 +12,8 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# Most of the suite waits for workers and servers, so more processes than processors. A file stays in one of them.
-PARALLEL := --numprocesses 3 --dist loadfile
+# Most of the suite waits for workers and servers of its own. A file stays in one process.
+PARALLEL := --numprocesses 2 --dist loadfile
 
 # The demo needs the runtime package, and the clients of the services its arguments name.
 DEMO_EXTRAS := $(if $(findstring redis,$(ARGS)),redis) $(if $(findstring postgres,$(ARGS)),postgres)
