@@ -11,9 +11,19 @@
     ├── ReplayImpossible            the first run handed over to another task; this message cannot follow
     ├── ReplayedFailure             stands in for a stored exception whose class cannot be rebuilt
     ├── ParkFailed                  the message could be neither run, parked nor given back
-    └── StoreError
-        ├── StoreUnavailable        no answer; ``may_have_landed`` says whether the write may exist
-        └── RecordCorrupt           the stored record cannot be read
+    ├── StoreError
+    │   ├── StoreUnavailable        no answer; ``may_have_landed`` says whether the write may exist
+    │   └── RecordCorrupt           the stored record cannot be read
+    ├── ActionStoreError            the action store refused, and wrote nothing
+    │   ├── ActionNotFound          there is no such action or receipt
+    │   ├── ActionIdempotencyConflict   a key was used before for other content
+    │   ├── ActionLeaseConflict     the caller holds no live lease on the action
+    │   └── ActionTransitionError   the action's state, or what it is bound to, does not allow it
+    │       ├── GateRefused         the owner's approval does not cover this; ``code`` says which binding
+    │       ├── AdmissionClosed     the switch is off; nothing was consumed
+    │       └── AlreadyDecided      somebody approved or rejected the action before
+    ├── PayloadRefused              the payload does not fit its action type, or is too large or too deep
+    └── ActionFailed                the governed action ended without its effect, or nobody knows whether it had one
     LeaseLost (BaseException)       raised in a body whose claim went to somebody else
 
 Each carries its facts as attributes, pickles, and can be rebuilt from its message alone, which is all a JSON
@@ -109,6 +119,57 @@ class StoreUnavailable(StoreError):
 
 class RecordCorrupt(StoreError):
     """The stored record cannot be read: look at it, then forget the key."""
+
+
+class ActionStoreError(CeleryIdemError):
+    """The action store refused, and wrote nothing."""
+
+
+class ActionNotFound(ActionStoreError):
+    """There is no such action or receipt: check the id, and that governed_store names the right database."""
+
+
+class ActionIdempotencyConflict(ActionStoreError):
+    """An idempotency or receipt key was used before for other content: use a new key for new content."""
+
+
+class ActionLeaseConflict(ActionStoreError):
+    """The caller holds no live lease on this action: lease it again, and look at its state first."""
+
+
+class ActionTransitionError(ActionStoreError):
+    """The action's state, or what it is bound to, does not allow this: read the action again."""
+
+
+class GateRefused(ActionTransitionError):
+    """The owner's approval does not cover this action: propose it again and have it approved."""
+
+    code: str
+
+
+class AdmissionClosed(ActionTransitionError):
+    """Admission is closed, so no approval is consumed: open it with ``governed admission open``."""
+
+    reason: str
+
+
+class AlreadyDecided(ActionTransitionError):
+    """Somebody approved or rejected this action before."""
+
+    decision: str
+    by: str
+    at: float
+
+
+class PayloadRefused(CeleryIdemError):
+    """The payload does not fit its action type, or is too large or too deep; nothing was proposed."""
+
+
+class ActionFailed(CeleryIdemError):
+    """The governed action ended without its effect, or nobody knows whether it had one: read its dead letter."""
+
+    action_id: str
+    reason: str
 
 
 class LeaseLost(BaseException):

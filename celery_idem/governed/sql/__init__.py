@@ -1,0 +1,1 @@
+"""The ledger of governed actions on PostgreSQL and SQLite."""
