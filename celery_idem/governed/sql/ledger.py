@@ -45,7 +45,11 @@ class Ledger:
         """Whether this is a file."""
         return self._database.sqlite
 
-    def run(self, work: Work[T]) -> T:
+    def read(self, work: Work[T]) -> T:
+        """What the work comes to, in a transaction that writes nothing and holds up nobody."""
+        return self.run(work, writes=False)
+
+    def run(self, work: Work[T], *, writes: bool = True) -> T:
         """What the work comes to, committed; or its error, with nothing written.
 
         Raises:
@@ -54,7 +58,7 @@ class Ledger:
         deadline = time.monotonic() + self._database.timeout
         made = fresh = False
         while True:
-            attempt = _Attempt(work, self._clock)
+            attempt = _Attempt(work, self._clock, writes=writes)
             try:
                 with self._database.call() as call:
                     call.deadline = deadline
@@ -72,7 +76,7 @@ class Ledger:
                 made = True
                 self.create_schema()
             except StoreUnavailable as error:
-                doubt = attempt.committing
+                doubt = attempt.committing and writes
                 if doubt or fresh or time.monotonic() > deadline:
                     raise StoreUnavailable(_in_our_words(error), may_have_landed=doubt) from error
                 fresh = True  # a pooled connection may have been dead for long
@@ -122,8 +126,8 @@ class Ledger:
 class _Attempt:
     """One try at one transaction."""
 
-    def __init__(self, work: Work[Any], clock: Callable[[], float] | None) -> None:
-        self._work, self._clock = work, clock
+    def __init__(self, work: Work[Any], clock: Callable[[], float] | None, *, writes: bool) -> None:
+        self._work, self._clock, self._writes = work, clock, writes
         self._refusal: Exception | None = None
         self.events: list[records.Event] = []
         self.committing = False
@@ -140,8 +144,11 @@ class _Attempt:
         return result
 
     def _transaction(self, connection: Connection) -> Any:
-        sqlite = connection.dialect.name == "sqlite"
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if sqlite else "BEGIN ISOLATION LEVEL READ COMMITTED")
+        if connection.dialect.name == "sqlite":
+            begin = "BEGIN IMMEDIATE" if self._writes else "BEGIN"
+        else:
+            begin = "BEGIN ISOLATION LEVEL READ COMMITTED" + ("" if self._writes else " READ ONLY")
+        connection.exec_driver_sql(begin)
         tx = Transaction(connection, self._clock)
         try:
             result = self._work(tx)

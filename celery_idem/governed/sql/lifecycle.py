@@ -63,10 +63,9 @@ def propose(
     there = _by_key(tx, idempotency_key)
     if there is not None:
         return projected(_if_same(there, content))
-    made_id = action_id or uuid.uuid4().hex
     values = {
         **content,
-        "action_id": made_id,
+        "action_id": action_id or uuid.uuid4().hex,
         "idempotency_key": idempotency_key,
         "payload": written,
         "state": records.STATE_PROPOSED,
@@ -83,8 +82,9 @@ def propose(
                 f"action_id {action_id!r} was used before for another action: leave it out, and one is drawn"
             )
         return projected(_if_same(there, content))
-    tx.append(made_id, records.PROPOSED, None, records.STATE_PROPOSED, actor, {"key": idempotency_key})
-    return projected({column.name: None for column in schema.action.columns} | values)
+    row = {column.name: None for column in schema.action.columns} | values
+    tx.append(row, records.PROPOSED, None, actor, {"key": idempotency_key})
+    return projected(row)
 
 
 def _by_key(tx: Transaction, idempotency_key: str) -> Row | None:

@@ -56,7 +56,7 @@ class SQLActionStore:
 
     @property
     def listener(self) -> Callable[[records.Event], None] | None:
-        """Called with every event this store appended, after it is committed; what it raises is logged."""
+        """Called with every event this store appended, and its ``action_type``, after it is committed."""
         return self._ledger.listener
 
     @listener.setter
@@ -79,7 +79,7 @@ class SQLActionStore:
 
     def now(self) -> float:
         """Seconds since 1970 by the clock that judges."""
-        return self._ledger.run(lambda tx: tx.now)
+        return self._ledger.read(lambda tx: tx.now)
 
     # --- before the mutation -----------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class SQLActionStore:
         """See ``ActionStore``."""
         conditions = scope(source, source_prefix, action_type, action_ids)
         after = ""
-        while ids := self._ledger.run(partial(leasing.lapsed, scope=conditions, after=after)):
+        while ids := self._ledger.read(partial(leasing.lapsed, scope=conditions, after=after)):
             for action_id in ids:
                 self._ledger.run(partial(leasing.recover, action_id=action_id))
             after = ids[-1]
@@ -359,7 +359,7 @@ class SQLActionStore:
 
     def admission(self) -> dict[str, Any]:
         """Whether mutations are admitted: ``open``, ``reason``, ``actor``, ``changed_at``."""
-        return self._ledger.run(admission.current)
+        return self._ledger.read(admission.current)
 
     def set_admission(self, is_open: bool, reason: str, *, actor: str) -> dict[str, Any]:
         """Open or close the switch; once a closing is answered, no dispatch that saw it open can commit."""
@@ -378,15 +378,15 @@ class SQLActionStore:
 
     def get_action(self, action_id: str) -> records.Action:
         """See ``ActionStore``."""
-        return self._ledger.run(lambda tx: projected(_seen(tx, action_id)))
+        return self._ledger.read(lambda tx: projected(_seen(tx, action_id)))
 
     def list_receipts(self, action_id: str) -> Sequence[records.Receipt]:
         """See ``ActionStore``."""
-        return self._ledger.run(lambda tx: tx.receipts(_seen(tx, action_id)["action_id"]))
+        return self._ledger.read(lambda tx: tx.receipts(_seen(tx, action_id)["action_id"]))
 
     def list_events(self, action_id: str) -> Sequence[records.Event]:
         """The action's history, in the order it happened."""
-        return self._ledger.run(lambda tx: tx.history(_seen(tx, action_id)["action_id"]))
+        return self._ledger.read(lambda tx: tx.history(_seen(tx, action_id)["action_id"]))
 
     def list_dead_letters(self, *, limit: int = 100, after: str | None = None) -> Sequence[records.DeadLetter]:
         """Actions that ended so that a person should look, the first to end first.
@@ -402,7 +402,7 @@ class SQLActionStore:
                 query = query.where(c.letter_id > select(c.letter_id).where(c.action_id == after).scalar_subquery())
             return list(tx.rows(query))
 
-        return self._ledger.run(work)
+        return self._ledger.read(work)
 
     def find(
         self,
@@ -432,7 +432,7 @@ class SQLActionStore:
                 query = query.where(tuple_(c.created_at, c.action_id) > tuple_(last["created_at"], last["action_id"]))
             return [projected(row) for row in tx.rows(query) if intact(row)]
 
-        return self._ledger.run(work)
+        return self._ledger.read(work)
 
 
 def _checked_lease(owner: str, lease_seconds: float) -> None:

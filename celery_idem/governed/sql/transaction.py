@@ -108,8 +108,8 @@ class Transaction:
         return row
 
     def time(self) -> Any:
-        """The clock for a WHERE clause: a value, or the database's own."""
-        return NOW if self._clock is None else self._clock()
+        """The clock for a WHERE clause: a value, or the database's own, in a form that an index can be asked with."""
+        return select(NOW).scalar_subquery() if self._clock is None else self._clock()
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -132,30 +132,24 @@ class Transaction:
         values["updated_at"] = self.now
         of = schema.action.c.action_id == row["action_id"]
         self.run(update(schema.action).where(of).values(**values))
-        self.append(row["action_id"], event_type, row["state"], state, actor, details)
+        self.append({**row, "state": state}, event_type, row["state"], actor, details)
         return {**row, **values}
 
     def append(
-        self,
-        action_id: str,
-        event_type: str,
-        from_state: str | None,
-        to_state: str,
-        actor: str,
-        details: Mapping[str, Any] | None = None,
+        self, row: Row, event_type: str, from_state: str | None, actor: str, details: Mapping[str, Any] | None = None
     ) -> None:
-        """Append one event to the action's history."""
+        """Append one event to the action's history: how it came to be as it is now."""
         noted = dict(details or {})
         values = {
-            "action_id": action_id,
+            "action_id": row["action_id"],
             "event_type": event_type,
             "from_state": from_state,
-            "to_state": to_state,
+            "to_state": row["state"],
             "actor": actor,
             "created_at": self.now,
         }
         self.run(insert(schema.event).values(**values, details=canonical_json(noted, where="details")))
-        self.events.append({**values, "details": noted})
+        self.events.append({**values, "details": noted, "action_type": row["action_type"]})
 
     def add_receipt(
         self,
