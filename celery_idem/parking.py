@@ -165,6 +165,12 @@ BOUNDED = {
 """Per transport, what ends a publish that a silent broker never confirms; the user's own options win."""
 
 
+def confirming_options(app: Celery, driver: str) -> dict[str, Any]:
+    """Transport options under which a publish is confirmed in bounded time; not every transport knows the word."""
+    asked = {"confirm_publish": True} if driver == "amqp" else {}
+    return {**BOUNDED.get(driver, {}), **(app.conf.broker_transport_options or {}), **asked}
+
+
 @contextmanager
 def confirmed_producer(app: Celery) -> Iterator[Any]:
     """A pooled producer whose publish returns only when the broker has the message.
@@ -174,7 +180,7 @@ def confirmed_producer(app: Celery) -> Iterator[Any]:
     runtime = runtime_of(app)
     if runtime.confirming is None:
         driver = app.connection_for_write().transport.driver_type
-        options = {**BOUNDED.get(driver, {}), **(app.conf.broker_transport_options or {}), "confirm_publish": True}
+        options = confirming_options(app, driver)
         runtime.confirming = app.connection_for_write(transport_options=options)
     pool = pools.producers[runtime.confirming]  # kombu empties it after a fork
     with pool.acquire(block=True, timeout=app.conf.get("broker_pool_acquire_timeout", SILENCE)) as producer:

@@ -49,9 +49,11 @@ if TYPE_CHECKING:
     from celery_idem.governed.chain import approve, governed_chain, propose, reject
     from celery_idem.governed.endpoint import Answer, EndpointDoubt, ExecutionRequest, execution_request
     from celery_idem.governed.gate import (
+        DEFAULT_SHAPES,
         REFUSALS,
         ProvenanceShape,
         ProvenanceShapes,
+        check_bindings,
         grant_approval,
         message_approval,
         owner_gate_validator,
@@ -78,9 +80,11 @@ _LATER = {
     "chain": ("approve", "governed_chain", "propose", "reject"),
     "endpoint": ("Answer", "EndpointDoubt", "ExecutionRequest", "execution_request"),
     "gate": (
+        "DEFAULT_SHAPES",
         "REFUSALS",
         "ProvenanceShape",
         "ProvenanceShapes",
+        "check_bindings",
         "grant_approval",
         "message_approval",
         "owner_gate_validator",
@@ -107,6 +111,7 @@ _HOME = {name: module for module, names in _LATER.items() for name in names}
 __all__ = [
     "ACTION_STATES",
     "ALLOWED_TRANSITIONS",
+    "DEFAULT_SHAPES",
     "EVENT_TYPES",
     "GATE_RECEIPT_KIND",
     "LEASABLE_STATES",
@@ -159,6 +164,7 @@ __all__ = [
     "action_verified",
     "approve",
     "canonical_json",
+    "check_bindings",
     "digest_json",
     "execution_request",
     "generate_key",

@@ -51,7 +51,7 @@ def _check(value: Any, where: str, depth: int) -> None:
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise PayloadRefused(f"{where} has the key {key!r:.60}: keys are text")
+                raise PayloadRefused(f"{where} has a key that is a {type(key).__name__}: keys are text")
             _check_text(key, f"{where}, a key")
             _check(item, f"{where}.{key:.60}", depth - 1)
     elif isinstance(value, (list, tuple)):

@@ -26,7 +26,7 @@ def main() -> None:
             block = json.loads(line)
             error = None
             try:
-                exec(compile(block["source"], block["filename"], "exec"), namespace)
+                exec(compile(block["source"], block["filename"], "exec", dont_inherit=True), namespace)
             except BaseException:  # SystemExit is a failure here too
                 error = traceback.format_exc()
             sys.stdout.flush()

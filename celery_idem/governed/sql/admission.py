@@ -12,7 +12,8 @@ from sqlalchemy import insert, select, text
 
 from celery_idem.errors import AdmissionClosed
 from celery_idem.governed.sql import schema
-from celery_idem.governed.sql.transaction import Transaction, checked_text, utc
+from celery_idem.governed.sql.arguments import checked_flag, checked_text, utc
+from celery_idem.governed.sql.transaction import Transaction
 
 
 def current(tx: Transaction) -> dict[str, Any]:
@@ -26,6 +27,7 @@ def current(tx: Transaction) -> dict[str, Any]:
 
 def change(tx: Transaction, is_open: bool, reason: str, actor: str) -> dict[str, Any]:
     """Open or close it, after the last dispatch that saw it otherwise has committed."""
+    checked_flag("is_open", is_open)
     checked_text("reason", reason)
     checked_text("actor", actor)
     _lock(tx, "pg_advisory_xact_lock")
@@ -33,9 +35,13 @@ def change(tx: Transaction, is_open: bool, reason: str, actor: str) -> dict[str,
     return current(tx)
 
 
-def must_be_open(tx: Transaction) -> None:
-    """``AdmissionClosed`` if it is not; open, it stays so until this transaction ends."""
+def share(tx: Transaction) -> None:
+    """Whatever the switch is now, it stays so until this transaction ends."""
     _lock(tx, "pg_advisory_xact_lock_shared")
+
+
+def must_be_open(tx: Transaction) -> None:
+    """``AdmissionClosed`` if it is not."""
     now = current(tx)
     if not now["open"]:
         raise AdmissionClosed(

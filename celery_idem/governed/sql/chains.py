@@ -8,7 +8,8 @@ from sqlalchemy import literal, or_, select
 
 from celery_idem.governed import records
 from celery_idem.governed.sql import leasing, schema
-from celery_idem.governed.sql.transaction import Row, Transaction, checked_text, intact
+from celery_idem.governed.sql.arguments import checked_text
+from celery_idem.governed.sql.transaction import Row, Transaction, intact
 
 _AT_WORK = (
     records.STATE_GATED,
@@ -57,6 +58,8 @@ def stranded(tx: Transaction, grace: float, limit: int) -> list[dict[str, Any]]:
     for row in tx.rows(query):
         if intact(row):
             found.append({key: row[key] for key in ("action_id", "action_type", "state", "chain_id")})
-        else:
-            leasing.end_tampered(tx, tx.hold(row["action_id"]), "sweep")
+            continue
+        held = tx.hold(row["action_id"])
+        if held["state"] in _AT_WORK and not intact(held):
+            leasing.end_tampered(tx, held, "sweep")
     return found

@@ -14,7 +14,8 @@ from celery_idem.errors import ActionStoreError, ActionTransitionError, GateRefu
 from celery_idem.governed import gate, records
 from celery_idem.governed.canonical import same
 from celery_idem.governed.sql import admission, observation
-from celery_idem.governed.sql.transaction import Row, Transaction, checked_number, checked_text, expects, intact, said
+from celery_idem.governed.sql.arguments import checked_number, checked_text, checked_whole, said
+from celery_idem.governed.sql.transaction import Row, Transaction, expects, intact
 from celery_idem.governed.sql.transaction import projected as projection
 
 
@@ -40,15 +41,14 @@ class Expected:
         if not isinstance(self.execution_digest, str) or not re.fullmatch(r"[0-9a-f]{64}", self.execution_digest):
             raise ActionStoreError("expected_execution_digest: give the 64 hex characters of the request's digest")
         checked_number("observation_window_seconds", self.observation_window, 1, observation.MAX_WINDOW)
-        if type(self.max_observations) is not int:
-            raise ActionStoreError(f"max_observations = {self.max_observations!r:.80}: give a whole number")
-        checked_number("max_observations", self.max_observations, 1, observation.MAX_OBSERVATIONS)
+        checked_whole("max_observations", self.max_observations, 1, observation.MAX_OBSERVATIONS)
 
 
 def begin(
     tx: Transaction, action_id: str, owner: str, expected: Expected, validator: records.GateValidator
 ) -> records.Action:
     """Consume the gate and open the attempt, or raise and leave everything as it was."""
+    admission.share(tx)  # before the row and the time: nothing is waited for between the time and the commit
     row = tx.hold(action_id)
     tx.leased_to(row, owner)
     expects(row, records.STATE_GATED, "a dispatch")
@@ -73,7 +73,8 @@ def begin(
             raise gate.refused(name, "the validator authorized another one than was expected")
     if authorization.receipt_key != expected.gate_receipt_key:
         raise gate.refused("gate_key", "the validator authorized another gate than was expected")
-    if any(receipt["kind"] == records.RECOVERY_RECEIPT_KIND for receipt in receipts):
+    contracts = [receipt for receipt in receipts if receipt["kind"] == records.RECOVERY_RECEIPT_KIND]
+    if contracts or tx.history(action_id, records.DISPATCHED):
         raise gate.refused("contract_exists")
     contract = observation.write_contract(
         tx, row, expected.execution_digest, float(expected.observation_window), expected.max_observations

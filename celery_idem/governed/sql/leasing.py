@@ -13,7 +13,8 @@ from sqlalchemy import ColumnElement, select
 from celery_idem.errors import ActionStoreError
 from celery_idem.governed import records
 from celery_idem.governed.sql import observation, schema
-from celery_idem.governed.sql.transaction import Row, Transaction, intact, projected, utc
+from celery_idem.governed.sql.arguments import checked_texts, utc
+from celery_idem.governed.sql.transaction import Row, Transaction, intact, projected
 
 PAGE = 100
 """Lapsed leases looked up at a time."""
@@ -23,10 +24,10 @@ def lease_next(
     tx: Transaction, owner: str, lease_seconds: float, states: Sequence[str], scope: Sequence[ColumnElement[bool]]
 ) -> records.Action | None:
     """Lease one ready action for its owner; one whose payload was changed ends instead, and the next is taken."""
-    wanted = frozenset(states)
-    if isinstance(states, str) or not wanted or not wanted <= records.LEASABLE_STATES:
+    wanted = frozenset(checked_texts("states", states))
+    if not wanted or not wanted <= records.LEASABLE_STATES:
         raise ActionStoreError(
-            f"states = {states!r:.80}: lease_next leases {', '.join(sorted(records.LEASABLE_STATES))}; what is "
+            f"states = {sorted(wanted)!r:.80}: lease_next leases {', '.join(sorted(records.LEASABLE_STATES))}; what is "
             "dispatched is only looked at: lease_dispatched_observation"
         )
     query = tx.ready(sorted(wanted)).where(*scope)
@@ -65,7 +66,7 @@ def recover(tx: Transaction, action_id: str) -> None:
     if row is None or row["lease_owner"] is None or row["lease_expires_at"] > tx.now:
         return
     actor = "recovery"
-    if not intact(row):
+    if not intact(row) and row["state"] not in records.TERMINAL_STATES:
         end_tampered(tx, row, actor)
         return
     if row["state"] == records.STATE_DISPATCHED and not observation.may_be_looked_for(tx, row, actor):

@@ -136,6 +136,9 @@ class _Attempt:
         """Begin, work, commit; or roll back, and raise the work's own error."""
         try:
             result = call.once(self._transaction)
+        except Locked as error:
+            call.drop()
+            raise Again(str(error)) from error  # ``Database.call`` would tell a busy file as one whose time is over
         except BaseException:
             call.drop()  # what state it is in is not known
             raise

@@ -18,16 +18,8 @@ from celery_idem.errors import (
 from celery_idem.governed import records
 from celery_idem.governed.canonical import digest_of, same
 from celery_idem.governed.sql import schema
-from celery_idem.governed.sql.transaction import (
-    Row,
-    Transaction,
-    checked_number,
-    checked_text,
-    expects,
-    projected,
-    said,
-    utc,
-)
+from celery_idem.governed.sql.arguments import checked_number, checked_text, checked_texts, legible, said, utc
+from celery_idem.governed.sql.transaction import Row, Transaction, expects, projected
 
 MAX_DELAY = 86_400.0
 
@@ -247,19 +239,20 @@ def verify(
     row = tx.hold(action_id)
     tx.leased_to(row, owner)
     expects(row, records.STATE_ACCEPTED, "verify")
-    if isinstance(qualifying, str) or not qualifying:
+    named = checked_texts("qualifying_receipt_keys", qualifying)
+    if not named:
         raise ActionStoreError("qualifying_receipt_keys: name at least one receipt that witnesses the effect")
     there = {receipt["receipt_key"]: receipt for receipt in tx.receipts(action_id)}
-    missing = [key for key in qualifying if key not in there]
+    missing = [key for key in named if key not in there]
     if missing:
         raise ActionTransitionError(
             f"action {action_id} has no receipt {missing[0]!r:.80}: what verifies it must be recorded on it first"
         )
-    forged = [key for key in qualifying if not _is_as_written(there[key])]
+    forged = [key for key in named if not _is_as_written(there[key])]
     if forged:
         raise ActionTransitionError(f"receipt {forged[0]!r:.80} of action {action_id} was changed in the database")
     receipt, _ = tx.add_receipt(action_id, receipt_key, "verification", "verified", evidence, None)
-    details = {"receipt_key": receipt_key, "qualified_by": list(qualifying)}
+    details = {"receipt_key": receipt_key, "qualified_by": named}
     change = {"state": records.STATE_VERIFIED, **_due(tx, keep_lease=keep_lease)}
     return projected(tx.change(row, records.VERIFIED, owner, details, **change)), receipt
 
@@ -281,7 +274,7 @@ def fail(tx: Transaction, action_id: str, owner: str, error: str, retryable: boo
     """End it badly, in plain sight; ``retryable`` is noted, and opens nothing again (I10)."""
     row = tx.hold(action_id)
     tx.leased_to(row, owner)
-    told = " ".join(str(error).split())[:2000] or "no reason was given"
+    told = legible(error)
     details = {"error": told, "retryable": bool(retryable)}
     ended = {"state": records.STATE_FAILED, "last_error": told}
     row = tx.change(row, records.FAILED, owner, details, **ended)
@@ -302,4 +295,4 @@ def defer(tx: Transaction, action_id: str, owner: str, reason: str, delay: float
             f"action {action_id} is {row['state']}, and only work that is safe to do again is deferred: after a "
             "dispatch that is defer_dispatched_observation"
         )
-    return projected(tx.release(row, owner, reason, delay, event_type))
+    return projected(tx.release(row, owner, legible(reason), delay, event_type))

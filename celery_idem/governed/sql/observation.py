@@ -6,24 +6,16 @@ action as it is. Anything else grants no further look: the action ends as ambigu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement
 
-from celery_idem.errors import ActionTransitionError
-from celery_idem.governed import records
+from celery_idem.errors import ActionTransitionError, PayloadRefused
+from celery_idem.governed import records, refusals
 from celery_idem.governed.canonical import digest_json, same
-from celery_idem.governed.sql.transaction import (
-    Row,
-    Transaction,
-    checked_number,
-    expects,
-    intact,
-    projected,
-    said,
-)
+from celery_idem.governed.sql.arguments import checked_number, legible, said
+from celery_idem.governed.sql.transaction import Row, Transaction, expects, intact, projected
 
 RECOVERY_SCHEMA = "celery_idem.dispatch_recovery.v1"
 OBSERVATION_SCHEMA = "celery_idem.dispatch_observation.v1"
@@ -83,7 +75,7 @@ def contract_of(tx: Transaction, row: Row) -> Contract:
         and receipt["receipt_key"] == f"dispatch-recovery:{digest}"
         and receipt["external_id"] == digest
         and receipt["status"] == "observation_only"
-        and same(receipt["evidence_sha256"], digest_json(evidence))
+        and _is_sealed(receipt)
         and _is_time(issued)
         and _is_time(deadline)
         and receipt["created_at"] == issued
@@ -94,7 +86,8 @@ def contract_of(tx: Transaction, row: Row) -> Contract:
     if not right:
         raise Untrusted("contract")
     dispatched = tx.history(row["action_id"], records.DISPATCHED)
-    if len(dispatched) != 1 or dispatched[0]["details"].get("contract_sha256") != receipt["evidence_sha256"]:
+    noted = dispatched[0]["details"] if len(dispatched) == 1 else None
+    if not isinstance(noted, dict) or noted.get("contract_sha256") != receipt["evidence_sha256"]:
         raise Untrusted("contract differs from the event of its dispatch")
     return evidence
 
@@ -116,7 +109,7 @@ def journal_of(tx: Transaction, row: Row, contract: Contract) -> list[records.Re
             and receipt["receipt_key"] == _look_key(digest, attempt)
             and receipt["external_id"] == digest
             and receipt["status"] == "started"
-            and same(receipt["evidence_sha256"], digest_json(evidence))
+            and _is_sealed(receipt)
             and _is_time(evidence["started_at"])
             and receipt["created_at"] == evidence["started_at"]
             and before <= evidence["started_at"] <= min(contract["observation_deadline"], tx.now)
@@ -147,7 +140,16 @@ def _look_key(digest: str, attempt: int) -> str:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    seconds = refusals.epoch(value)
+    return seconds is not None and seconds > 0
+
+
+def _is_sealed(receipt: records.Receipt) -> bool:
+    """Whether the evidence is what its digest was made of."""
+    try:
+        return same(receipt["evidence_sha256"], digest_json(receipt["evidence"]))
+    except PayloadRefused:
+        return False
 
 
 def _spent(tx: Transaction, contract: Contract, looks: int) -> bool:
@@ -216,6 +218,7 @@ def defer(
 ) -> records.Action:
     """Note that the last look found nothing certain, and release the lease or end as ambiguous."""
     checked_number("delay_seconds", delay, 0.0, 86_400.0)
+    reason = legible(reason)
     row, contract = _under_contract(tx, action_id, owner, execution_digest)
     if row["state"] == records.STATE_FAILED:
         return projected(row)

@@ -35,6 +35,11 @@ def _listed(words: frozenset[str] | tuple[str, ...]) -> str:
     return ", ".join(f"'{word}'" for word in sorted(words))
 
 
+def _dated(column: str) -> str:
+    """The condition that this is a time: infinity, NaN and what SQLite takes for text are none."""
+    return f"{column} BETWEEN 0 AND 1e11"
+
+
 action = Table(
     "celery_idem_action",
     metadata,
@@ -66,6 +71,12 @@ action = Table(
         " OR state IN ('dispatched', 'accepted', 'verified', 'completed') AND attempt_count = 1",
         name="celery_idem_action_attempts",
     ),
+    CheckConstraint(
+        f"{_dated('created_at')} AND {_dated('updated_at')} AND {_dated('next_attempt_at')}"
+        " AND (lease_owner IS NULL) = (lease_expires_at IS NULL)"
+        f" AND (lease_expires_at IS NULL OR {_dated('lease_expires_at')})",
+        name="celery_idem_action_times",
+    ),
 )
 receipt = Table(
     "celery_idem_action_receipt",
@@ -81,6 +92,7 @@ receipt = Table(
     Column("observed_at", Double, nullable=False),
     Column("created_at", Double, nullable=False),
     UniqueConstraint("action_id", "receipt_key", name="celery_idem_action_receipt_key"),
+    CheckConstraint(f"{_dated('observed_at')} AND {_dated('created_at')}", name="celery_idem_action_receipt_times"),
 )
 event = Table(
     "celery_idem_action_event",
@@ -93,6 +105,7 @@ event = Table(
     Column("actor", Text, nullable=False),
     Column("details", Text, nullable=False, comment="canonical JSON"),
     Column("created_at", Double, nullable=False),
+    CheckConstraint(_dated("created_at"), name="celery_idem_action_event_time"),
 )
 dead_letter = Table(
     "celery_idem_action_dead_letter",
@@ -101,6 +114,7 @@ dead_letter = Table(
     Column("action_id", Text, nullable=False, unique=True),
     Column("reason", Text, nullable=False),
     Column("created_at", Double, nullable=False),
+    CheckConstraint(_dated("created_at"), name="celery_idem_action_dead_letter_time"),
 )
 admission = Table(
     "celery_idem_action_admission",
@@ -154,6 +168,16 @@ def _wrong(differs: str) -> str:
     return f"{changed} OR NEW.attempt_count < OLD.attempt_count OR NEW.state <> OLD.state AND NOT ({ways})"
 
 
+_TAKEN = {
+    action: "rowid = NEW.rowid OR action_id = NEW.action_id OR idempotency_key = NEW.idempotency_key",
+    receipt: "receipt_id = NEW.receipt_id OR action_id = NEW.action_id AND receipt_key = NEW.receipt_key",
+    event: "event_id = NEW.event_id",
+    dead_letter: "letter_id = NEW.letter_id OR action_id = NEW.action_id",
+    admission: "admission_id = NEW.admission_id",
+}
+"""When a row of SQLite's would take the place of another."""
+
+
 def _sqlite_triggers() -> list[str]:
     refused = [(table.name, verb, "is append-only") for table in APPEND_ONLY for verb in ("UPDATE", "DELETE")]
     refused.append((action.name, "DELETE", "keeps every action"))
@@ -162,8 +186,16 @@ def _sqlite_triggers() -> list[str]:
         f" BEGIN SELECT RAISE(ABORT, '{table} {why}'); END"
         for table, verb, why in refused
     ]
+    made += [
+        # INSERT OR REPLACE deletes what is in its way, and no trigger on DELETE hears of it.
+        f"CREATE TRIGGER IF NOT EXISTS {table.name}_no_replace BEFORE INSERT ON {table.name}"  # noqa: S608
+        f" WHEN EXISTS (SELECT 1 FROM {table.name} WHERE {taken})"
+        f" BEGIN SELECT RAISE(ABORT, '{table.name} keeps every row'); END"
+        for table, taken in _TAKEN.items()
+    ]
     made.append(
-        f"CREATE TRIGGER IF NOT EXISTS {action.name}_one_way BEFORE UPDATE ON {action.name} WHEN {_wrong('IS NOT')}"
+        f"CREATE TRIGGER IF NOT EXISTS {action.name}_one_way BEFORE UPDATE ON {action.name} "
+        f"WHEN NEW.rowid <> OLD.rowid OR {_wrong('IS NOT')}"
         f" BEGIN SELECT RAISE(ABORT, '{action.name} keeps identity, attempts and ends as they are'); END"
     )
     return made

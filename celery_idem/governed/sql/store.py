@@ -16,17 +16,16 @@ from sqlalchemy.engine import Engine
 from celery_idem.errors import ActionStoreError
 from celery_idem.governed import records
 from celery_idem.governed.sql import admission, chains, dispatch, leasing, lifecycle, observation, schema
-from celery_idem.governed.sql.ledger import Ledger
-from celery_idem.governed.sql.transaction import (
-    Row,
-    Transaction,
+from celery_idem.governed.sql.arguments import (
+    MAX_PAGE,
+    checked_evidence,
     checked_number,
     checked_text,
-    intact,
-    no_action,
-    projected,
+    checked_whole,
     scope,
 )
+from celery_idem.governed.sql.ledger import Ledger
+from celery_idem.governed.sql.transaction import Row, Transaction, intact, no_action, projected
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -141,6 +140,7 @@ class SQLActionStore:
         Raises:
             AlreadyDecided: somebody decided before; the same evidence again is answered with what is there.
         """
+        checked_evidence(evidence)
 
         def work(tx: Transaction) -> tuple[records.Action, records.Receipt]:
             lifecycle.undecided(tx, action_id, evidence, receipt_key)
@@ -368,6 +368,7 @@ class SQLActionStore:
     def stranded(self, grace: float, *, limit: int = 100) -> list[dict[str, Any]]:
         """Actions that have lost their chain: at work, due, not leased, and quiet for ``grace`` seconds."""
         checked_number("grace", grace, 0.0, 1e9)
+        checked_whole("limit", limit, 1, MAX_PAGE)
         return self._ledger.run(lambda tx: chains.stranded(tx, grace, limit))
 
     def replace_chain(self, action_id: str, old_chain_id: str | None, new_chain_id: str) -> bool:
@@ -395,11 +396,15 @@ class SQLActionStore:
             after: the ``action_id`` of the last one of the page before.
         """
         c = schema.dead_letter.c
+        checked_whole("limit", limit, 1, MAX_PAGE)
 
         def work(tx: Transaction) -> list[records.DeadLetter]:
             query = select(c.action_id, c.reason, c.created_at).order_by(c.letter_id).limit(limit)
             if after is not None:
-                query = query.where(c.letter_id > select(c.letter_id).where(c.action_id == after).scalar_subquery())
+                last = tx.row(select(c.letter_id).where(c.action_id == checked_text("after", after)))
+                if last is None:
+                    raise no_action(after)
+                query = query.where(c.letter_id > last["letter_id"])
             return list(tx.rows(query))
 
         return self._ledger.read(work)
@@ -418,7 +423,8 @@ class SQLActionStore:
         Args:
             after: the ``action_id`` of the last one of the page before.
         """
-        if state is not None and state not in records.ACTION_STATES:
+        checked_whole("limit", limit, 1, MAX_PAGE)
+        if state is not None and checked_text("state", state) not in records.ACTION_STATES:
             raise ActionStoreError(f"state = {state!r:.80}: it is one of {', '.join(sorted(records.ACTION_STATES))}")
         c = schema.action.c
 
@@ -427,10 +433,20 @@ class SQLActionStore:
             query = query.order_by(c.created_at, c.action_id).limit(limit)
             if state is not None:
                 query = query.where(c.state == state)
-            if after is not None:
-                last = _seen(tx, after)
-                query = query.where(tuple_(c.created_at, c.action_id) > tuple_(last["created_at"], last["action_id"]))
-            return [projected(row) for row in tx.rows(query) if intact(row)]
+            last = None if after is None else _seen(tx, after)
+            found: list[records.Action] = []
+            while len(found) < limit:
+                place = (
+                    ()
+                    if last is None
+                    else (tuple_(c.created_at, c.action_id) > (last["created_at"], last["action_id"]),)
+                )
+                rows = tx.rows(query.where(*place))
+                found += [projected(row) for row in rows if intact(row)]
+                if len(rows) < limit:
+                    break
+                last = rows[-1]
+            return found[:limit]
 
         return self._ledger.read(work)
 
@@ -442,6 +458,7 @@ def _checked_lease(owner: str, lease_seconds: float) -> None:
 
 def _seen(tx: Transaction, action_id: str) -> Row:
     """The action without holding it."""
+    checked_text("action_id", action_id)
     found = tx.row(select(schema.action).where(schema.action.c.action_id == action_id))
     if found is None:
         raise no_action(action_id)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
 from typing import Any
 
 from sqlalchemy import (
@@ -33,18 +32,16 @@ from celery_idem.errors import (
     ActionNotFound,
     ActionStoreError,
     ActionTransitionError,
-    PayloadRefused,
 )
 from celery_idem.governed import records
-from celery_idem.governed.canonical import canonical_json, digest_of, same
+from celery_idem.governed.canonical import digest_of, same
 from celery_idem.governed.sql import schema
+from celery_idem.governed.sql.arguments import checked_text, said, utc
 
 Row = Mapping[str, Any]
 """An action as the table has it: payload and result are JSON text."""
 
 NOW: ColumnElement[float] = literal_column("EXTRACT(EPOCH FROM clock_timestamp())::float8", Double())
-MAX_TEXT = 512
-MAX_EVIDENCE = 65_536
 
 
 class Transaction:
@@ -88,6 +85,7 @@ class Transaction:
         Raises:
             ActionNotFound: there is none.
         """
+        checked_text("action_id", action_id)
         row = self.hold_first(select(schema.action).where(schema.action.c.action_id == action_id))
         if row is None:
             raise no_action(action_id)
@@ -148,7 +146,7 @@ class Transaction:
             "actor": actor,
             "created_at": self.now,
         }
-        self.run(insert(schema.event).values(**values, details=canonical_json(noted, where="details")))
+        self.run(insert(schema.event).values(**values, details=said(noted, "details")))
         self.events.append({**values, "details": noted, "action_type": row["action_type"]})
 
     def add_receipt(
@@ -196,8 +194,10 @@ class Transaction:
         return self.row(query)
 
     def bury(self, action_id: str, reason: str) -> None:
-        """Write the action's dead letter."""
-        self.run(insert(schema.dead_letter).values(action_id=action_id, reason=reason, created_at=self.now))
+        """Write the action's dead letter; one that somebody forged beforehand must not keep the action alive."""
+        letter = schema.dead_letter
+        if self.row(select(letter.c.letter_id).where(letter.c.action_id == action_id)) is None:
+            self.run(insert(letter).values(action_id=action_id, reason=reason, created_at=self.now))
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -305,57 +305,5 @@ def loaded(written: str | None) -> Any:
         return None
     try:
         return json.loads(written)
-    except ValueError:
+    except (ValueError, RecursionError):
         return written
-
-
-def said(value: Any, what: str) -> str:
-    """The value's canonical JSON, or an ``ActionStoreError`` that says what is wrong with it."""
-    try:
-        return canonical_json(value, where=what, max_bytes=MAX_EVIDENCE)
-    except PayloadRefused as error:
-        raise ActionStoreError(str(error)) from error
-
-
-def checked_text(name: str, value: object) -> str:
-    """The value, if it is text a database can keep and people can read."""
-    if not isinstance(value, str) or not value.strip() or len(value) > MAX_TEXT or not value.isprintable():
-        raise ActionStoreError(f"{name} = {value!r:.80}: give a text of 1 to {MAX_TEXT} printable characters")
-    return value
-
-
-def checked_number(name: str, value: object, low: float, high: float) -> float:
-    """The value as a float, if it is a number within the bounds."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-    if not good:
-        raise ActionStoreError(f"{name} = {value!r:.80}: give a number from {low:g} to {high:g}")
-    return float(value)  # type: ignore[arg-type]
-
-
-def utc(at: float | None) -> str:
-    """The moment as people write it."""
-    try:
-        return datetime.fromtimestamp(at or 0.0, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (OverflowError, ValueError, OSError):
-        return f"{at!r}"
-
-
-def scope(
-    source: str | None, source_prefix: str | None, action_type: str | None, action_ids: Sequence[str] | None
-) -> list[ColumnElement[bool]]:
-    """The conditions that these arguments of a leasing verb mean."""
-    c = schema.action.c
-    if source is not None and source_prefix is not None:
-        raise ActionStoreError("source and source_prefix exclude each other: give one of them")
-    conditions: list[ColumnElement[bool]] = []
-    if source is not None:
-        conditions.append(c.source == source)
-    if source_prefix is not None:
-        conditions.append(c.source.startswith(source_prefix, autoescape=True))
-    if action_type is not None:
-        conditions.append(c.action_type == action_type)
-    if action_ids is not None:
-        if isinstance(action_ids, str):
-            raise ActionStoreError("action_ids is one text: give a list of ids")
-        conditions.append(c.action_id.in_(list(action_ids)))
-    return conditions
