@@ -15,8 +15,8 @@ BIN := $(VENV)/bin
 # Most of the suite waits for workers and servers of its own. A file stays in one process.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-# The demo needs the runtime package, and the clients of the services its arguments name.
-DEMO_EXTRAS := $(if $(findstring redis,$(ARGS)),redis) $(if $(findstring postgres,$(ARGS)),postgres)
+# The demo needs the extras of governed actions, and the clients of the services its arguments name.
+DEMO_EXTRAS := governed http $(if $(findstring redis,$(ARGS)),redis) $(if $(findstring postgres,$(ARGS)),postgres)
 empty :=
 comma := ,
 DEMO_NAME := $(subst $(empty) $(empty),$(comma),$(strip $(DEMO_EXTRAS)))

@@ -24,6 +24,7 @@ from celery_idem.core.records import Kind
 from celery_idem.core.settings import PREFIX, Settings
 from celery_idem.core.threads import gevent_patched
 from celery_idem.errors import ConfigurationError, StoreUnavailable
+from celery_idem.governed.settings import given_settings as governed_settings
 from celery_idem.outbox import Outbox
 from celery_idem.stores.base import Store, open_store
 
@@ -106,7 +107,8 @@ class Runtime:
         return self._store
 
     def _open_store(self) -> Store:
-        url = self.settings["store"]
+        # An app of governed actions alone need not name the same database twice.
+        url = self.settings["store"] or governed_settings(self.app.conf).get("store")
         if not url:
             raise ConfigurationError(
                 "idempotency_store is not set: name a store, such as redis://localhost/2, "

@@ -1,6 +1,7 @@
 """The shop with and without celery_idem, side by side, while things go wrong: ``python -m example_project.demo``.
 
-Needs no server: messages, results, claims and the ledger are files in a temporary directory. The workers are real.
+Its second part, refunds that an owner approves, is governed_demo.py. Needs no server: messages, results, claims and
+ledgers are files in a temporary directory. The workers are real.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import signal
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,18 +20,17 @@ from typing import Any
 from uuid import uuid4
 
 from celery_idem import ConfigurationError, StoreError, open_store
+from celery_idem.governed import SQLActionStore
 from example_project import ledger, servers
 from example_project.app import app
+from example_project.governed_demo import GovernedDemo
 from example_project.scenarios import SCENARIOS, WHOLE_WORKER, Scenario, Seen, Side
 from example_project.servers import DemoError, Process, wait_until
-from example_project.table import Cell, Colour, draw, painted, says, width
+from example_project.table import ROOMY, Cell, Clock, Colour, draw, mark, verdict, width
 from example_project.tasks import charge_plain
 
-ROOT = Path(__file__).resolve().parents[1]
 REDELIVERING = ("redis:", "rediss:", "amqp:", "amqps:", "pyamqp:")
 """Brokers that give the messages of a dead worker to another one."""
-ROOMY = 100
-"""Columns below which the table leaves out what was sent."""
 EMBEDDED = ("filesystem", "sqlite")
 PRIVATE = {"redis": servers.redis, "rabbitmq": servers.rabbitmq, "postgresql": servers.postgresql}
 EMBEDDED_LIMIT = """\
@@ -81,7 +80,7 @@ class Demo:
 
     def __init__(self, stack: ExitStack, *, keep: bool) -> None:
         self._stack = stack
-        self._started = time.monotonic()
+        self._clock = Clock()
         self._folder = Path(tempfile.mkdtemp(prefix="celery-idem-demo-"))
         self._workers: list[Process] = []
         self._generation = 0
@@ -91,13 +90,16 @@ class Demo:
         """Show everything; the exit code."""
         self._open_shop(broker, store)
         self._start_workers()
-        self._say("two workers are ready, with two processes each: one for bare Celery, one for celery_idem")
+        self._clock.say("two workers are ready, with two processes each: one for bare Celery, one for celery_idem")
         redelivers = app.conf.broker_url.startswith(REDELIVERING)
         shown = [*SCENARIOS, *(WHOLE_WORKER if redelivers else ())]
         played = [(scenario, *self._play(number, scenario)) for number, scenario in enumerate(shown, start=1)]
         broken = self._tell(played)
         for text in (RUNS_AGAIN,) if redelivers else (RUNS_AGAIN, EMBEDDED_LIMIT):
             print(f"\n{textwrap.fill(text, width())}")
+        self._stop_workers()
+        print("\nAnd now what must not happen because a message arrived: refunds that an owner approves.\n")
+        broken |= GovernedDemo(self._stack, self._folder, self._clock).run()
         return 1 if broken else 0
 
     # --- setting up ------------------------------------------------------------------------------------------------
@@ -107,23 +109,28 @@ class Demo:
         private: dict[str, str] = {}
         for word, variable in ((broker, "SHOP_BROKER"), (store, "SHOP_STORE")):
             if word in PRIVATE and word not in private:
-                self._say(f"starting a private {word}")
+                self._clock.say(f"starting a private {word}")
                 private[word] = self._stack.enter_context(PRIVATE[word]())
             if word not in EMBEDDED:
                 os.environ[variable] = private.get(word, word)
+        if os.environ.get("SHOP_STORE", "").startswith("postgresql"):
+            os.environ["SHOP_ACTIONS"] = os.environ["SHOP_STORE"]
         # The environment is complete, so from here on the settings may be read.
         claims = open_store(app.conf.idempotency_store)
         claims.create_schema()
         claims.close()
+        actions = SQLActionStore(app.conf.governed_store)
+        actions.create_schema()
+        actions.close()
         app.backend.get_state("")  # makes the result tables, before two workers do it at once
         self._stack.callback(clean_broker)
         self._stack.callback(self._stop_workers)
-        self._say(f"the shop is open: broker {broker}, claim store {store}, files in {self._folder}")
+        self._clock.say(f"the shop is open: broker {broker}, claim store {store}, files in {self._folder}")
 
     def _start_workers(self) -> None:
         self._generation += 1
         for name, queue in queue_names().items():
-            self._workers.append(_worker(name, queue, self._folder / f"worker-{name}-{self._generation}.log"))
+            self._workers.append(servers.worker(name, queue, self._folder / f"worker-{name}-{self._generation}.log"))
         wait_until(lambda: all(worker.logged(" ready.") for worker in self._workers), 30, "ready", self._workers)
 
     def _stop_workers(self) -> None:
@@ -150,7 +157,7 @@ class Demo:
             what = f"scenario {number} ({scenario.title}): every message is answered"
             wait_until(lambda: all(side.answered for side in sides), 40, what, self._workers)
         counts = f"bare {len(ledger.charges(bare.order_id))}, celery_idem {len(ledger.charges(idem.order_id))}"
-        self._say(f"{number}. {scenario.title}: {counts}")
+        self._clock.say(f"{number}. {scenario.title}: {counts}")
         return bare, idem
 
     def _lose_workers(self) -> None:
@@ -158,7 +165,7 @@ class Demo:
         self._stop_workers()
         give_back_unacked()
         self._start_workers()
-        self._say("both workers were killed, two new ones are ready")
+        self._clock.say("both workers were killed, two new ones are ready")
 
     def _tell(self, played: Sequence[tuple[Scenario, Side, Side]]) -> bool:
         """Print the table; whether a row is not as promised."""
@@ -173,29 +180,10 @@ class Demo:
         if width() < ROOMY:
             header, rows = header[:2] + header[3:], [row[:2] + row[3:] for row in rows]
         print(f"\n{draw(header, rows, flexible=(1, len(header) - 2))}\n")
+        print(verdict(len(rows), broken, self._clock.seconds))
         if broken:
-            print("\n".join(["not as promised:", *broken]))
             print("\n".join(f"the end of {worker.log}:\n{worker.tail(60)}" for worker in self._workers))
-        kept_all = f"{len(rows) - len(broken)} of {len(rows)} rows are as promised"
-        print(f"{painted(kept_all, 'red' if broken else 'green')}, after {self._seconds:.0f} s")
         return bool(broken)
-
-    @property
-    def _seconds(self) -> float:
-        return time.monotonic() - self._started
-
-    def _say(self, text: str) -> None:
-        print(f"{self._seconds:5.1f} s  {text}", flush=True)
-
-
-def _worker(name: str, queue: str, log: Path) -> Process:
-    argv = [sys.executable, "-m", "celery", "-A", "example_project.app", "worker", "-Q", queue, "-n", f"{name}@%h"]
-    argv += ["--pool", "prefork", "--concurrency", "2", "--loglevel", "INFO"]
-    argv += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
-    # A killed worker leaves its temporary files, so they go where the demo cleans up.
-    env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(log.parent)}
-    # When the demo is through with a worker it has nothing to lose, and a warm shutdown would take 6 s.
-    return Process(argv, log=log, env=env, end=signal.SIGKILL)
 
 
 def _row(number: int, scenario: Scenario, without: Seen, within: Seen, *, kept: bool) -> list[Cell]:
@@ -203,7 +191,6 @@ def _row(number: int, scenario: Scenario, without: Seen, within: Seen, *, kept: 
         charges = len(seen.charges)
         return Cell(f"{charges} charge{'' if charges == 1 else 's'}", colour)
 
-    yes, no = ("✓", "✗") if says("✓✗") else ("yes", "NO")
     right: Colour = "green" if scenario.charges == 1 else ""
     return [
         Cell(str(number)),
@@ -212,7 +199,7 @@ def _row(number: int, scenario: Scenario, without: Seen, within: Seen, *, kept: 
         count(without, "red"),
         count(within, right if kept else "red"),
         Cell(scenario.promised),
-        Cell(yes, "green") if kept else Cell(no, "red"),
+        mark(kept),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Processes of the demo's own: Celery workers, and private Redis, PostgreSQL and RabbitMQ on random loopback ports.
+"""Processes of the demo's own: workers, the refund service, private Redis, PostgreSQL and RabbitMQ, on random ports.
 
 Each lives in a temporary directory and ends with the demo. A server on a standard port is never touched.
 """
@@ -8,16 +8,19 @@ from __future__ import annotations
 import os
 import pwd
 import random
+import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 LOOPBACK = "127.0.0.1"
 PORTS = range(20_000, 32_000)  # below those the kernel gives to clients
 
@@ -151,6 +154,29 @@ def rabbitmq() -> Iterator[str]:
             _running([binary], port, log=place / "rabbitmq.log", env=env, ready="startup complete"),
         ):
             yield f"amqp://guest:guest@{LOOPBACK}:{port}//"
+
+
+def worker(name: str, queue: str, log: Path) -> Process:
+    """One Celery worker of the shop, with two pool processes."""
+    argv = [sys.executable, "-m", "celery", "-A", "example_project.app", "worker", "-Q", queue, "-n", f"{name}@%h"]
+    argv += ["--pool", "prefork", "--concurrency", "2", "--loglevel", "INFO"]
+    argv += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+    # A killed worker leaves its temporary files, so they go where the demo cleans up.
+    env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(log.parent)}
+    # When the demo is through with a worker it has nothing to lose, and a warm shutdown would take 6 s.
+    return Process(argv, log=log, env=env, end=signal.SIGKILL)
+
+
+@contextmanager
+def refund_service(ledger: Path) -> Iterator[str]:
+    """The refund service with its ledger in this file; the URL of its refunds."""
+    argv = [sys.executable, "-m", "example_project.refund_service", "--port", "0", "--ledger", str(ledger)]
+    process = Process(argv, log=ledger.with_name("refund-service.log"), env={"PYTHONPATH": str(ROOT)})
+    try:
+        wait_until(lambda: process.logged("ready"), 20, "the refund service is ready", [process])
+        yield re.findall(r"http://\S+", process.log.read_text())[0]
+    finally:
+        process.stop()
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The shop's Celery settings, from environment variables; without any of them everything is a file under ``.demo/``.
 
-SHOP_DIR      where the files are: ledger, and unless said otherwise messages, results and claims
+SHOP_DIR      where the files are: ledger, and unless said otherwise messages, results, claims and actions
 SHOP_NAME     prefix of queues and of claims, so that shops can share servers
-SHOP_BROKER, SHOP_RESULTS, SHOP_STORE    URLs
+SHOP_BROKER, SHOP_RESULTS, SHOP_STORE, SHOP_ACTIONS    URLs
 """
 
 from __future__ import annotations
@@ -53,3 +53,9 @@ worker_enable_remote_control = False
 idempotency_store = environ.get("SHOP_STORE", f"sqlite:///{DIR / 'claims.db'}")
 idempotency_namespace = NAME
 idempotency_ttl = 600  # seconds a receipt is kept for duplicates; a day unless you say otherwise
+
+governed_store = environ.get("SHOP_ACTIONS", f"sqlite:///{DIR / 'actions.db'}")
+# Seconds, all of them short because the demo waits for them; the defaults are 60, 30 and 120.
+governed_lease = 3
+governed_sweep_interval = 1
+governed_sweep_grace = 2

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,8 @@ Colour = Literal["", "red", "green", "bold"]
 CODES = {"red": "31", "green": "32", "bold": "1"}
 WIDTH = 120
 """Columns at most, and where the output is no terminal."""
+ROOMY = 100
+"""Columns below which a table leaves out what was done."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,22 @@ class Cell:
 
     text: str
     colour: Colour = ""
+
+
+class Clock:
+    """The seconds since the start, in front of everything it says."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._started
+
+    def say(self, text: str) -> None:
+        """What has just happened."""
+        print(f"{self.seconds:5.1f} s  {text}", flush=True)
 
 
 def says(text: str) -> bool:
@@ -43,6 +62,18 @@ def painted(text: str, colour: Colour) -> str:
 def width() -> int:
     """Columns to fill: the terminal's, but no more than can be read at ease."""
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
+def mark(kept: bool) -> Cell:
+    """Whether a row is as promised."""
+    yes, no = ("✓", "✗") if says("✓✗") else ("yes", "NO")
+    return Cell(yes, "green") if kept else Cell(no, "red")
+
+
+def verdict(rows: int, broken: Sequence[str], seconds: float) -> str:
+    """The line below a table, after what there is to say about each broken row."""
+    kept = painted(f"{rows - len(broken)} of {rows} rows are as promised", "red" if broken else "green")
+    return "\n".join([*(["not as promised:", *broken] if broken else []), f"{kept}, after {seconds:.0f} s"])
 
 
 def draw(header: Sequence[str], rows: Sequence[Sequence[Cell]], flexible: Sequence[int]) -> str:

@@ -102,4 +102,4 @@ def digest_or_refusal(value: object, code: str) -> str:
 
 def shown(value: object) -> str:
     """A short form of any value, for messages."""
-    return ascii(value[:60]) if isinstance(value, str) else f"a {type(value).__name__}"
+    return ascii(value[:64]) if isinstance(value, str) else f"a {type(value).__name__}"

@@ -8,7 +8,7 @@ from sqlalchemy import literal, or_, select
 
 from celery_idem.governed import records
 from celery_idem.governed.sql import leasing, schema
-from celery_idem.governed.sql.arguments import checked_text
+from celery_idem.governed.sql.arguments import checked_text, legible
 from celery_idem.governed.sql.transaction import Row, Transaction, intact
 
 _AT_WORK = (
@@ -22,7 +22,7 @@ _AT_WORK = (
 def name(tx: Transaction, row: Row, chain_id: str, actor: str) -> Row:
     """From now on this chain works on the held action, and steps of any other end."""
     checked_text("chain_id", chain_id)
-    details = {"chain_id": chain_id} | ({"instead_of": row["chain_id"]} if row["chain_id"] else {})
+    details = {"chain_id": chain_id} | ({"instead_of": legible(row["chain_id"])} if row["chain_id"] else {})
     return tx.change(row, records.ENQUEUED, actor, details, chain_id=chain_id, enqueued_at=tx.now)
 
 

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, select
 from celery_idem.errors import ActionStoreError
 from celery_idem.governed import records
 from celery_idem.governed.sql import observation, schema
-from celery_idem.governed.sql.arguments import checked_texts, utc
+from celery_idem.governed.sql.arguments import checked_texts, legible, utc
 from celery_idem.governed.sql.transaction import Row, Transaction, intact, projected
 
 PAGE = 100
@@ -71,5 +71,5 @@ def recover(tx: Transaction, action_id: str) -> None:
         return
     if row["state"] == records.STATE_DISPATCHED and not observation.may_be_looked_for(tx, row, actor):
         return
-    details = {"of": row["lease_owner"], "until": utc(row["lease_expires_at"])}
+    details = {"of": legible(row["lease_owner"]), "until": utc(row["lease_expires_at"])}
     tx.change(row, records.LEASE_EXPIRED, actor, details, lease_owner=None, lease_expires_at=None)

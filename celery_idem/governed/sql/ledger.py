@@ -147,11 +147,17 @@ class _Attempt:
         return result
 
     def _transaction(self, connection: Connection) -> Any:
-        if connection.dialect.name == "sqlite":
-            begin = "BEGIN IMMEDIATE" if self._writes else "BEGIN"
-        else:
-            begin = "BEGIN ISOLATION LEVEL READ COMMITTED" + ("" if self._writes else " READ ONLY")
-        connection.exec_driver_sql(begin)
+        if connection.dialect.name != "sqlite":
+            return self._within(connection, "BEGIN ISOLATION LEVEL READ COMMITTED", "" if self._writes else "READ ONLY")
+        driver: Any = connection.connection.dbapi_connection
+        as_it_was, driver.text_factory = driver.text_factory, _readable
+        try:
+            return self._within(connection, "BEGIN", "IMMEDIATE" if self._writes else "")
+        finally:
+            driver.text_factory = as_it_was
+
+    def _within(self, connection: Connection, begin: str, how: str) -> Any:
+        connection.exec_driver_sql(f"{begin} {how}")
         tx = Transaction(connection, self._clock)
         try:
             result = self._work(tx)
@@ -165,6 +171,11 @@ class _Attempt:
         connection.exec_driver_sql("COMMIT")
         self.events = tx.events
         return result
+
+
+def _readable(raw: bytes) -> str:
+    """Text from the file, where a byte that is none must not keep the rest from being read."""
+    return raw.decode(errors="replace")
 
 
 def _in_our_words(error: Exception) -> str:

@@ -35,9 +35,9 @@ def _listed(words: frozenset[str] | tuple[str, ...]) -> str:
     return ", ".join(f"'{word}'" for word in sorted(words))
 
 
-def _dated(column: str) -> str:
+def _dated(column: str, last: str = "1e11") -> str:
     """The condition that this is a time: infinity, NaN and what SQLite takes for text are none."""
-    return f"{column} BETWEEN 0 AND 1e11"
+    return f"{column} BETWEEN 0 AND {last}"
 
 
 action = Table(
@@ -72,7 +72,8 @@ action = Table(
         name="celery_idem_action_attempts",
     ),
     CheckConstraint(
-        f"{_dated('created_at')} AND {_dated('updated_at')} AND {_dated('next_attempt_at')}"
+        # An action's time is no earlier than these, and a lease or a delay from then on must have its place too.
+        f"{_dated('created_at', '9e10')} AND {_dated('updated_at', '9e10')} AND {_dated('next_attempt_at')}"
         " AND (lease_owner IS NULL) = (lease_expires_at IS NULL)"
         f" AND (lease_expires_at IS NULL OR {_dated('lease_expires_at')})",
         name="celery_idem_action_times",

@@ -36,7 +36,7 @@ from celery_idem.errors import (
 from celery_idem.governed import records
 from celery_idem.governed.canonical import digest_of, same
 from celery_idem.governed.sql import schema
-from celery_idem.governed.sql.arguments import checked_text, said, utc
+from celery_idem.governed.sql.arguments import checked_text, legible, said, utc
 
 Row = Mapping[str, Any]
 """An action as the table has it: payload and result are JSON text."""
@@ -223,7 +223,7 @@ class Transaction:
         """``ActionLeaseConflict`` unless the owner's lease on the held action is alive (I3)."""
         checked_text("owner", owner)
         if row["lease_owner"] != owner:
-            whose = f"{row['lease_owner']} holds it" if row["lease_owner"] else "nobody holds it"
+            whose = f"{legible(row['lease_owner'])} holds it" if row["lease_owner"] else "nobody holds it"
             raise ActionLeaseConflict(
                 f"{owner} holds no lease on action {row['action_id']}, {whose}: lease it, and look at its state first"
             )
@@ -251,7 +251,7 @@ class Transaction:
         until = self.now + seconds
         details: dict[str, Any] = {"until": until, "mode": mode}
         if row["lease_owner"] is not None:
-            details["lapsed"] = row["lease_owner"]
+            details["lapsed"] = legible(row["lease_owner"])
         return self.change(row, records.LEASED, owner, details, lease_owner=owner, lease_expires_at=until)
 
     def release(self, row: Row, owner: str, reason: str, delay: float, event_type: str) -> Row:
