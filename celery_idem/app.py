@@ -98,6 +98,12 @@ class Runtime:
         return str(self.settings["namespace"] or self.app.main or "celery")
 
     @property
+    def store_url(self) -> str | None:
+        """Where the claims are; an app of governed actions alone need not name the same database twice."""
+        url = self.settings["store"] or governed_settings(self.app.conf).get("store")
+        return None if url is None else str(url)
+
+    @property
     def store(self) -> Store:
         """The claim store, unopened until its first verb."""
         if self._store is None:
@@ -107,8 +113,7 @@ class Runtime:
         return self._store
 
     def _open_store(self) -> Store:
-        # An app of governed actions alone need not name the same database twice.
-        url = self.settings["store"] or governed_settings(self.app.conf).get("store")
+        url = self.store_url
         if not url:
             raise ConfigurationError(
                 "idempotency_store is not set: name a store, such as redis://localhost/2, "

@@ -20,6 +20,7 @@ from celery.signals import worker_ready
 
 from celery_idem import cli_text as text
 from celery_idem.app import Runtime, given_settings, runtime_of, tell_if_nothing_is_on
+from celery_idem.cli_base import Commands, json_option, say, seen, wants_json
 from celery_idem.cli_key import (
     Choice,
     Duration,
@@ -40,31 +41,19 @@ from celery_idem.errors import CeleryIdemError, RecordCorrupt
 from celery_idem.stores.base import Store
 from celery_idem.task import Idempotent
 
-WANTS_JSON = "celery_idem.json"
-
 # The ``celery`` command loads this module whatever it is asked to do: the one place where an app that never imported us
 # can be told that its settings do nothing.
 worker_ready.connect(tell_if_nothing_is_on, weak=False, dispatch_uid="celery_idem.nothing_is_on")
 
 
-class Idem(click.Group):
-    """Tells every refusal in one line, without a traceback and without credentials."""
+class Idem(Commands):
+    """The group of these commands."""
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
-        try:
-            return super().invoke(ctx)
-        except (CeleryIdemError, Refusal) as error:
-            kind, shape = (error.kind, error.shape) if isinstance(error, Refusal) else (type(error).__name__, {})
-            refusal = Refusal(kind, text.scrubbed(text.one_line(error), _secrets(ctx)), **shape)
-            refusal.wants_json = ctx.meta.get(WANTS_JSON, False)
-            raise refusal from error
-
-
-def _secrets(ctx: click.Context) -> list[str]:
-    given = given_settings(ctx.obj.app.conf)
-    url, options = given.get("store"), given.get("store_options")
-    return text.secrets_of(url if isinstance(url, str) else "", options if isinstance(options, Mapping) else {})
+    def secrets(self, ctx: click.Context) -> list[str]:
+        """Of the store's URL and options."""
+        given = given_settings(ctx.obj.app.conf)
+        url, options = given.get("store"), given.get("store_options")
+        return text.secrets_of(url if isinstance(url, str) else "", options if isinstance(options, Mapping) else {})
 
 
 @click.group(cls=Idem)
@@ -77,16 +66,7 @@ def idem(_ctx: click.Context, **_preload: Any) -> None:
     """
 
 
-def _note_json(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
-    ctx.meta[WANTS_JSON] = wanted
-
-
 _command = functools.partial(idem.command, cls=CeleryCommand)
-_json = option("--json", is_flag=True, expose_value=False, is_eager=True, callback=_note_json, help="Print JSON.")
-
-
-def _say(ctx: click.Context, said: str, shape: Mapping[str, Any]) -> None:
-    click.echo(text.as_json(shape) if ctx.meta[WANTS_JSON] else said)
 
 
 def _runtime(ctx: click.Context) -> Runtime:
@@ -100,10 +80,6 @@ def _clock(store: Store) -> text.Clock:
     return text.Clock(float(now()), "store") if callable(now) else text.Clock(time.time(), "host")
 
 
-def _seen(clock: text.Clock) -> dict[str, Any]:
-    return {"clock": clock.whose, "now": text.utc(clock.now, "milliseconds")}
-
-
 def _not_found(key: str) -> Refusal:
     return Refusal("NotFound", f"no record {key}: it was never claimed here, or it expired", key=key)
 
@@ -112,7 +88,7 @@ def _not_found(key: str) -> Refusal:
 
 
 @_command("init")
-@_json
+@json_option
 @click.pass_context
 def init(ctx: click.Context) -> None:
     """Make the tables and indexes the store needs.
@@ -120,15 +96,15 @@ def init(ctx: click.Context) -> None:
     Doing it again changes nothing.
     """
     runtime = _runtime(ctx)
-    store, url = runtime.store, text.shown_url(runtime.settings["store"])
+    store, url = runtime.store, text.shown_url(runtime.store_url or "")
     store.create_schema()
     needed = store.name not in {"memory", "redis"}
     said = "the schema is in place" if needed else "needs no schema"
-    _say(ctx, f"{store.name} store {url}: {said}", {"store": store.name, "url": url, "schema": needed})
+    say(ctx, f"{store.name} store {url}: {said}", {"store": store.name, "url": url, "schema": needed})
 
 
 @_command("check")
-@_json
+@json_option
 @click.pass_context
 def check(ctx: click.Context) -> None:
     """Check settings, idempotent tasks and the store.
@@ -149,16 +125,16 @@ def check(ctx: click.Context) -> None:
     try:
         shape["warnings"] = [text.printable(warning) for warning in runtime.check()]
     except CeleryIdemError as error:
-        if not ctx.meta[WANTS_JSON]:
+        if not wants_json(ctx):
             click.echo("\n".join(parts))
         raise Refusal(type(error).__name__, str(error), **shape) from error
     parts += ["warnings", *(f"  {warning}" for warning in shape["warnings"] or ["none"])]
-    _say(ctx, "\n".join(parts), shape)
+    say(ctx, "\n".join(parts), shape)
 
 
 def _settings(runtime: Runtime) -> dict[str, Any]:
     shown = {name: _plain(value) for name, value in runtime.settings.values.items()}
-    url, options = runtime.settings["store"], runtime.settings["store_options"]
+    url, options = runtime.store_url, runtime.settings["store_options"]
     shown["store"] = None if url is None else text.shown_url(url)
     shown["store_options"] = sorted(map(str, options))
     shown["namespace"] = runtime.namespace
@@ -202,7 +178,7 @@ def _shown(value: Any) -> str:
 @_command("show")
 @names_a_record
 @option("--value", "wants_value", is_flag=True, help="Print the stored result or exception too.")
-@_json
+@json_option
 @click.pass_context
 def show(ctx: click.Context, /, wants_value: bool, **chosen: Any) -> None:
     """Show one record.
@@ -222,8 +198,8 @@ def show(ctx: click.Context, /, wants_value: bool, **chosen: Any) -> None:
     shown = None
     if value:
         shown = f"not readable: {value['value_error']}" if value.get("value_error") else json.dumps(value["value"])
-    shape = {**_seen(clock), "record": text.record_shape(record, clock, **value)}
-    _say(ctx, text.record_text(record, clock, shown), shape)
+    shape = {**seen(clock), "record": text.record_shape(record, clock, **value)}
+    say(ctx, text.record_text(record, clock, shown), shape)
 
 
 def _stored_value(runtime: Runtime, outcome: Outcome) -> dict[str, Any]:
@@ -254,7 +230,7 @@ def _sayable(value: Any) -> Any:
 @option("--state", type=click.Choice([s.value.lower() for s in State], case_sensitive=False), help="Only these.")
 @option("--older-than", type=Duration(), metavar="DURATION", help="Only those claimed longer ago: 90, 10m, 2h, 1d.")
 @option("--limit", type=click.IntRange(min=1), default=100, help="At most so many [100].")
-@_json
+@json_option
 @click.pass_context
 def list_(
     ctx: click.Context, task: str | None, scope: str | None, state: str | None, older_than: float | None, limit: int
@@ -277,7 +253,7 @@ def list_(
     lines = [text.table(records, clock)] if records else []
     lines += [f"{counted}{', and more: raise --limit' if more else ''}", *(f"warning: {told}" for told in warnings)]
     shapes = [text.record_shape(record, clock) for record in records]
-    _say(ctx, "\n".join(lines), {**_seen(clock), "records": shapes, "more": more, "warnings": warnings})
+    say(ctx, "\n".join(lines), {**seen(clock), "records": shapes, "more": more, "warnings": warnings})
 
 
 def _stable_name(runtime: Runtime, name: str) -> str:
@@ -296,7 +272,7 @@ def _stable_name(runtime: Runtime, name: str) -> str:
 @names_a_record
 @option("--yes", is_flag=True, help="Do not ask.")
 @option("--force", is_flag=True, help="Even while a living process holds it.")
-@_json
+@json_option
 @click.pass_context
 def forget(ctx: click.Context, /, yes: bool, force: bool, **chosen: Any) -> None:
     """Forget a record: the next message of its key runs.
@@ -304,22 +280,22 @@ def forget(ctx: click.Context, /, yes: bool, force: bool, **chosen: Any) -> None
     HASH is its key, or at least the first 8 characters of it. A record that cannot be read needs all 64.
     """
     runtime = _runtime(ctx)
-    store, wants_json = runtime.store, ctx.meta[WANTS_JSON]
+    store, as_json = runtime.store, wants_json(ctx)
     key, clock = chosen_key(runtime, Choice(**chosen)), _clock(store)
-    record, seen = _to_forget(store, key, clock)
+    record, told = _to_forget(store, key, clock)
     held = None if record is None else _held(record, clock)
     if held and not force:
         raise Refusal("Held", f"{held}: wait, or use --force", key=key)
-    if not (yes and wants_json):
-        click.echo(seen, err=wants_json)
-    if not (yes or _confirmed(wants_json)):
+    if not (yes and as_json):
+        click.echo(told, err=as_json)
+    if not (yes or _confirmed(as_json)):
         raise Refusal("NotConfirmed", "nothing was forgotten", key=key)
     if not store.forget(key, None if record is None else record.fence):
         why = "changed meanwhile" if record else "can be read now, is gone, or was written by a newer release"
         raise Refusal("Changed", f"record {key} {why}, nothing was forgotten: look again", key=key)
     then = _what_now(runtime, forced=held is not None)
     was = None if record is None else text.record_shape(record, clock)
-    _say(ctx, f"forgotten: {then}", {"forgotten": True, "key": key, "was": was, "then": then})
+    say(ctx, f"forgotten: {then}", {"forgotten": True, "key": key, "was": was, "then": then})
 
 
 def _to_forget(store: Store, key: str, clock: text.Clock) -> tuple[Record | None, str]:
@@ -350,9 +326,9 @@ def _held(record: Record, clock: text.Clock) -> str | None:
     return None
 
 
-def _confirmed(wants_json: bool) -> bool:
+def _confirmed(as_json: bool) -> bool:
     try:
-        return click.confirm("Forget it?", err=wants_json)
+        return click.confirm("Forget it?", err=as_json)
     except click.Abort:  # no answer can be had
         click.echo(err=True)
         return False
@@ -370,7 +346,7 @@ def _what_now(runtime: Runtime, *, forced: bool) -> str:
 @_command("purge")
 @option("--limit", type=click.IntRange(min=1), default=1000, help="Delete at most so many at a time [1000].")
 @option("--all", "every", is_flag=True, help="Go on until none is left.")
-@_json
+@json_option
 @click.pass_context
 def purge(ctx: click.Context, limit: int, every: bool) -> None:
     """Delete expired records.
@@ -387,4 +363,4 @@ def purge(ctx: click.Context, limit: int, every: bool) -> None:
         said += ": Redis drops them by itself"
     elif last >= limit:
         said += ", and there may be more: use --all"
-    _say(ctx, said, {"purged": purged, "more": last >= limit})
+    say(ctx, said, {"purged": purged, "more": last >= limit})

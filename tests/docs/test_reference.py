@@ -15,6 +15,7 @@ from celery_idem.core.events import LEVELS, TERMINAL, EventName
 from celery_idem.core.policy import Policy
 from celery_idem.core.records import Answer, Note, Record
 from celery_idem.core.settings import PER_TASK, TABLE
+from celery_idem.governed.telling import DETAILS
 from celery_idem.publish import KEY_HEADER, PARK_HEADER, STAMP_HEADER, Parked, Stamp
 from celery_idem.stores.base import Store
 from celery_idem.stores.redis.rows import FIELDS
@@ -66,7 +67,8 @@ def told() -> dict[str, set[str]]:
                     given |= {"fence"} if called == "_tell" else set()
                     for name in _events_of(call.args[0]):
                         found[name] |= given
-    return found
+    # What happens to actions is told by one call, as a table says it.
+    return found | {f"ACTION_{happened.upper()}": set(details) for happened, details in DETAILS.items()}
 
 
 def _events_of(argument: ast.expr) -> list[str]:
