@@ -188,7 +188,7 @@ def add_receipt(
 
 
 def _refuse_reserved(kind: str) -> None:
-    if kind in records.RESERVED_RECEIPT_KINDS:
+    if checked_text("kind", kind) in records.RESERVED_RECEIPT_KINDS:
         raise ActionStoreError(f"kind {kind!r} is written by its own verb alone: use another kind")
 
 

@@ -296,7 +296,8 @@ def projected(row: Row) -> records.Action:
 
 def projected_receipt(row: Row) -> records.Receipt:
     """The receipt as callers get it; evidence that is no JSON any more stays text, and passes no check."""
-    return {**row, "evidence": loaded(row["evidence"])}
+    shown = {name: value for name, value in row.items() if name != "receipt_id"}  # the database's own
+    return shown | {"evidence": loaded(row["evidence"])}
 
 
 def loaded(written: str | None) -> Any:
