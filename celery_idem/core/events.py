@@ -1,14 +1,15 @@
 """What happened, told once: every event's name, level and whether it ends a decision.
 
-Exactly one terminal event follows each delivery that reaches the engine. Every event is logged on
-``celery_idem`` with all its fields and handed to the listeners, which may not raise.
+Exactly one terminal event follows each delivery that reaches the engine; what happens to governed actions,
+``ACTION_…``, is told beside that. Every event is logged on ``celery_idem`` with all its fields and handed to the
+listeners, which may not raise.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,22 @@ class EventName(str, enum.Enum):
     WOULD_REPLAY = "WOULD_REPLAY"
     WOULD_PARK = "WOULD_PARK"
     WOULD_MISMATCH = "WOULD_MISMATCH"
+    ACTION_PROPOSED = "ACTION_PROPOSED"
+    ACTION_GATED = "ACTION_GATED"
+    ACTION_GATE_ADDED = "ACTION_GATE_ADDED"
+    ACTION_REJECTED = "ACTION_REJECTED"
+    ACTION_ENQUEUED = "ACTION_ENQUEUED"
+    ACTION_LEASED = "ACTION_LEASED"
+    ACTION_LEASE_EXPIRED = "ACTION_LEASE_EXPIRED"
+    ACTION_DEFERRED = "ACTION_DEFERRED"
+    ACTION_DISPATCHED = "ACTION_DISPATCHED"
+    ACTION_OBSERVING = "ACTION_OBSERVING"
+    ACTION_UNRESOLVED = "ACTION_UNRESOLVED"
+    ACTION_ACCEPTED = "ACTION_ACCEPTED"
+    ACTION_VERIFIED = "ACTION_VERIFIED"
+    ACTION_COMPLETED = "ACTION_COMPLETED"
+    ACTION_FAILED = "ACTION_FAILED"
+    ACTION_AMBIGUOUS = "ACTION_AMBIGUOUS"
 
 
 TERMINAL = frozenset(
@@ -84,13 +101,26 @@ LEVELS = {
     EventName.EXHAUSTED: logging.ERROR,
     EventName.UNKNOWN_OUTCOME: logging.ERROR,
     EventName.PARK_FAILED: logging.ERROR,
+    EventName.ACTION_PROPOSED: logging.INFO,
+    EventName.ACTION_GATED: logging.INFO,
+    EventName.ACTION_REJECTED: logging.INFO,
+    EventName.ACTION_ENQUEUED: logging.DEBUG,
+    EventName.ACTION_LEASED: logging.DEBUG,
+    EventName.ACTION_DEFERRED: logging.INFO,
+    EventName.ACTION_DISPATCHED: logging.INFO,
+    EventName.ACTION_OBSERVING: logging.INFO,
+    EventName.ACTION_ACCEPTED: logging.INFO,
+    EventName.ACTION_VERIFIED: logging.DEBUG,
+    EventName.ACTION_COMPLETED: logging.INFO,
+    EventName.ACTION_FAILED: logging.ERROR,
+    EventName.ACTION_AMBIGUOUS: logging.ERROR,
 }
 """Log level per event; WARNING where not listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event. ``fields`` always holds key, task, message_id and generation; more by event."""
+    """One event. ``fields`` always holds key, task, message_id and generation, or an action_id; more by event."""
 
     name: EventName
     fields: dict[str, Any] = field(default_factory=dict)
@@ -112,24 +142,36 @@ class Emitter:
 
     def __call__(self, name: EventName, operation: Operation, **more: Any) -> None:
         """Tell that this happened to the operation; ``more`` are the event's own fields, without None."""
-        level = LEVELS.get(name, logging.WARNING)
-        logged = logger.isEnabledFor(level)
-        if not (logged or self.listeners):
+        if not self._anybody_hears(name):
             return
         delivery = operation.delivery
-        fields = {
+        of = {
             "key": operation.key,
             "task": operation.task,
             "message_id": delivery.message_id,
             "generation": delivery.generation,
-            **{k: v for k, v in more.items() if v is not None},
         }
-        if logged:
-            text = " ".join(f"{k}={v}" for k, v in fields.items())
-            logger.log(level, "%s %s", name.value, text, extra={"idem": fields})
-        event = Event(name, fields)
+        self.tell(name, {**of, **more})
+
+    def tell(self, name: EventName, fields: Mapping[str, Any]) -> None:
+        """Tell what happened to something that is no operation; ``fields`` without None are all there is to say."""
+        if not self._anybody_hears(name):
+            return
+        said = {k: v for k, v in fields.items() if v is not None}
+        level = _level(name)
+        if logger.isEnabledFor(level):
+            text = " ".join(f"{k}={v}" for k, v in said.items())
+            logger.log(level, "%s %s", name.value, text, extra={"idem": said})
+        event = Event(name, said)
         for listener in self.listeners:
             try:
                 listener(event)
             except Exception:
                 logger.exception("an event listener raised on %s", name.value)
+
+    def _anybody_hears(self, name: EventName) -> bool:
+        return bool(self.listeners) or logger.isEnabledFor(_level(name))
+
+
+def _level(name: EventName) -> int:
+    return LEVELS.get(name, logging.WARNING)

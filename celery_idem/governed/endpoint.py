@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from celery_idem.errors import CeleryIdemError, ConfigurationError, PayloadRefused
-from celery_idem.governed.canonical import canonical_json, digest_json, digest_of, same
+from celery_idem.governed.canonical import MAX_DEPTH, canonical_json, digest_json, digest_of, same
 from celery_idem.governed.records import (
     GATE_RECEIPT_KIND,
     STATE_GATED,
@@ -61,7 +61,7 @@ class Answer:
     execution_digest: str
     status: str
     result: Any = None
-    """JSON, at most 16 KiB."""
+    """JSON, at most 16 KiB and 15 levels deep."""
     reason: str = ""
     """For people; the first 500 characters are kept."""
 
@@ -177,7 +177,9 @@ def judged(request: ExecutionRequest, answer: object) -> Answer:
     if status is None:
         raise _doubt(request, f"has a status other than {', '.join(STATUSES)}", "look for the action again")
     try:
-        result = json.loads(canonical_json(answer.get("result"), where="result", max_bytes=MAX_RESULT_BYTES))
+        result = json.loads(
+            canonical_json(answer.get("result"), where="result", max_bytes=MAX_RESULT_BYTES, max_depth=MAX_DEPTH - 1)
+        )
     except PayloadRefused as error:
         raise _doubt(request, f"cannot be kept: {error}", "have it answer with plain JSON, and less of it") from None
     return Answer(request.execution_digest, status, result, _readable(answer.get("reason")))

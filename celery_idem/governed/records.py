@@ -52,6 +52,13 @@ OBSERVATION_RECEIPT_KIND = "dispatch_observation"
 RESERVED_RECEIPT_KINDS = frozenset({GATE_RECEIPT_KIND, RECOVERY_RECEIPT_KIND, OBSERVATION_RECEIPT_KIND})
 """Kinds only their own verbs write; ``add_receipt``, ``accept`` and ``verify`` refuse them."""
 
+ACCEPTANCE = "acceptance"
+"""Key and kind of the receipt of what the endpoint said when it had done it."""
+VERIFICATION = "verification"
+"""Key and kind of the receipt of the second look that found it done."""
+RESERVED_RECEIPT_KEYS = (ACCEPTANCE, VERIFICATION, "owner-gate", "dispatch-recovery:", "dispatch-observation:")
+"""How the keys begin under which a life's own receipts are written; ``add_receipt`` refuses them."""
+
 PROPOSED = "proposed"
 GATED = "gated"
 GATE_ADDED = "gate_added"

@@ -32,7 +32,7 @@ REFUSALS: dict[str, str] = {
     "external_id": "the gate receipt's external_id is not the approval's id",
     "approval_id": "the approval is not the one that was asked for",
     "decision_id": "the decision is not the one that was asked for",
-    "field": "a field of the evidence is no text, empty, or longer than 512 characters",
+    "field": "a field of the evidence is no printable text, blank, or longer than 512 characters",
     "binding_method": "the binding method is not the shape's own, or is another's",
     "time": "a time is no finite number of seconds since 1970",
     "decided_in_future": "the approval was decided more than 30 s ahead of the store's clock",
@@ -69,14 +69,14 @@ def refused(code: str, detail: str = "") -> GateRefused:
 
 
 def is_text(value: object) -> bool:
-    """Whether it is text of at most 512 characters that is not blank."""
-    return isinstance(value, str) and len(value) <= LONGEST_TEXT and bool(value.strip())
+    """Whether it is printable text of at most 512 characters that is not blank."""
+    return isinstance(value, str) and len(value) <= LONGEST_TEXT and bool(value.strip()) and value.isprintable()
 
 
 def check_text(evidence: Mapping[str, Any], field: str) -> None:
     """``GateRefused`` (``field``) where the evidence has no such text there."""
     if not is_text(evidence.get(field)):
-        raise refused("field", f"{field} is no text, blank, or longer than {LONGEST_TEXT} characters")
+        raise refused("field", f"{field} is no printable text, blank, or longer than {LONGEST_TEXT} characters")
 
 
 def epoch(value: object) -> float | None:

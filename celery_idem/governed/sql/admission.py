@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import insert, select, text
+from sqlalchemy import func, insert, select, text
 
-from celery_idem.errors import AdmissionClosed
+from celery_idem.errors import ActionStoreError, AdmissionClosed
 from celery_idem.governed.sql import schema
 from celery_idem.governed.sql.arguments import checked_flag, checked_text, utc
 from celery_idem.governed.sql.transaction import Transaction
@@ -31,7 +31,12 @@ def change(tx: Transaction, is_open: bool, reason: str, actor: str) -> dict[str,
     checked_text("reason", reason)
     checked_text("actor", actor)
     _lock(tx, "pg_advisory_xact_lock")
-    tx.run(insert(schema.admission).values(open=is_open, reason=reason, actor=actor, changed_at=tx.now))
+    written = tx.run(insert(schema.admission).values(open=is_open, reason=reason, actor=actor, changed_at=tx.now))
+    last = tx.run(select(func.max(schema.admission.c.admission_id))).scalar_one()
+    if written.inserted_primary_key is None or written.inserted_primary_key[0] != last:
+        raise ActionStoreError(
+            f"the switch was not changed: entry {last} of {schema.admission.name} outranks this one: look who wrote it"
+        )
     return current(tx)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import literal, or_, select
+from sqlalchemy import or_, select
 
 from celery_idem.governed import records
-from celery_idem.governed.sql import leasing, schema
+from celery_idem.governed.sql import leasing, observation, schema
 from celery_idem.governed.sql.arguments import checked_text, legible
 from celery_idem.governed.sql.transaction import Row, Transaction, intact
 
@@ -17,6 +17,10 @@ _AT_WORK = (
     records.STATE_ACCEPTED,
     records.STATE_VERIFIED,
 )
+_SWEEP = "sweep"
+AHEAD = 2 * 86_400.0
+"""Seconds. No lease and no delay is longer than half of it, so an action that was changed later was changed by a clock
+that was wrong, and would be seen again only then."""
 
 
 def name(tx: Transaction, row: Row, chain_id: str, actor: str) -> Row:
@@ -31,35 +35,42 @@ def replace(tx: Transaction, action_id: str, old: str | None, new: str) -> bool:
     row = tx.hold(action_id)
     if row["chain_id"] != old or row["state"] not in _AT_WORK:
         return False
-    name(tx, row, new, "sweep")
+    name(tx, row, new, _SWEEP)
     return True
 
 
 def stranded(tx: Transaction, grace: float, limit: int) -> list[dict[str, Any]]:
     """Actions at work that are due, leased by nobody, and that nothing has happened to for so many seconds.
 
-    One whose payload was changed in the database is ended here: no chain can do anything for it.
+    Those for which no chain can do anything are ended here: the payload was changed in the database, nobody may look
+    for the effect any more, or the clock was ahead, and has been set right.
 
     Returns:
         ``action_id``, ``action_type``, ``state`` and ``chain_id`` of each, the longest quiet first.
     """
     c = schema.action.c
     now = tx.time()
-    query = (
-        select(schema.action)
-        # Spelled out, so that the partial index fits.
-        .where(c.state.in_([literal(state, literal_execute=True) for state in _AT_WORK]))
-        .where(c.updated_at <= now - grace, c.next_attempt_at <= now - grace)
-        .where(or_(c.lease_owner.is_(None), c.lease_expires_at <= now))
-        .order_by(c.updated_at)
-        .limit(limit)
-    )
+    at_work = select(schema.action).where(schema.AT_WORK)
+    quiet = at_work.where(c.updated_at <= now - grace, c.next_attempt_at <= now - grace)
+    quiet = quiet.where(or_(c.lease_owner.is_(None), c.lease_expires_at <= now))
     found = []
-    for row in tx.rows(query):
-        if intact(row):
+    for row in tx.rows(quiet.order_by(c.updated_at).limit(limit)):
+        if row["state"] != records.STATE_DISPATCHED and intact(row):
             found.append({key: row[key] for key in ("action_id", "action_type", "state", "chain_id")})
+        elif (held := _still_at_work(tx, row)) is None:
             continue
-        held = tx.hold(row["action_id"])
-        if held["state"] in _AT_WORK and not intact(held):
-            leasing.end_tampered(tx, held, "sweep")
+        elif not intact(held):
+            leasing.end_tampered(tx, held, _SWEEP)
+        elif observation.may_be_looked_for(tx, held, _SWEEP):
+            found.append({key: row[key] for key in ("action_id", "action_type", "state", "chain_id")})
+    for row in tx.rows(at_work.where(c.updated_at > now + AHEAD).limit(observation.ENDED_AT_ONCE)):
+        held = _still_at_work(tx, row)
+        if held is not None:
+            leasing.end(tx, held, _SWEEP, "clock", "the clock was ahead when it was last changed, and is not any more")
     return found
+
+
+def _still_at_work(tx: Transaction, row: Row) -> Row | None:
+    """The action, held; None where another sweep or its own chain was faster."""
+    held = tx.hold_first(select(schema.action).where(schema.action.c.action_id == row["action_id"]), skip_locked=True)
+    return held if held is not None and held["state"] in _AT_WORK and held["updated_at"] == row["updated_at"] else None

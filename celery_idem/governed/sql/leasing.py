@@ -22,8 +22,12 @@ PAGE = 100
 
 def lease_next(
     tx: Transaction, owner: str, lease_seconds: float, states: Sequence[str], scope: Sequence[ColumnElement[bool]]
-) -> records.Action | None:
-    """Lease one ready action for its owner; one whose payload was changed ends instead, and the next is taken."""
+) -> tuple[records.Action | None, bool]:
+    """Lease one ready action for its owner; one whose payload was changed ends instead, and the next is taken.
+
+    Returns:
+        The action, if there is one; and whether to ask again, once what ended here is committed.
+    """
     wanted = frozenset(checked_texts("states", states))
     if not wanted or not wanted <= records.LEASABLE_STATES:
         raise ActionStoreError(
@@ -31,20 +35,27 @@ def lease_next(
             "dispatched is only looked at: lease_dispatched_observation"
         )
     query = tx.ready(sorted(wanted)).where(*scope)
-    while (row := tx.hold_first(query, skip_locked=True)) is not None:
+    for _ in range(observation.ENDED_AT_ONCE):
+        row = tx.hold_first(query, skip_locked=True)
+        if row is None:
+            return None, False
         if intact(row):
-            return projected(tx.lease(row, owner, lease_seconds, mode="work"))
+            return projected(tx.lease(row, owner, lease_seconds, mode="work")), False
         end_tampered(tx, row, owner)
-    return None
+    return None, True
 
 
 def end_tampered(tx: Transaction, row: Row, actor: str) -> None:
     """The payload in the database is not the one that was proposed: nothing may be done with it, ever."""
-    why = "the payload in the database is not the one that was proposed"
+    end(tx, row, actor, "payload", "the payload in the database is not the one that was proposed")
+
+
+def end(tx: Transaction, row: Row, actor: str, reason: str, why: str) -> None:
+    """End the held action for a person to look at, as ambiguous where its mutation may have happened."""
     if row["state"] == records.STATE_DISPATCHED:
-        observation.end_ambiguous(tx, row, actor, "payload", None, 0)
+        observation.end_ambiguous(tx, row, actor, reason, None, 0)
         return
-    tx.change(row, records.FAILED, actor, {"reason": "payload"}, state=records.STATE_FAILED, last_error=why)
+    tx.change(row, records.FAILED, actor, {"reason": reason}, state=records.STATE_FAILED, last_error=why)
     tx.bury(row["action_id"], why)
 
 

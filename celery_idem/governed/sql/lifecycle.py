@@ -17,7 +17,7 @@ from celery_idem.errors import (
 )
 from celery_idem.governed import records
 from celery_idem.governed.canonical import digest_of, same
-from celery_idem.governed.sql import schema
+from celery_idem.governed.sql import chains, schema
 from celery_idem.governed.sql.arguments import checked_number, checked_text, checked_texts, legible, said, utc
 from celery_idem.governed.sql.transaction import Row, Transaction, expects, projected
 
@@ -111,30 +111,48 @@ def gate(
     tx: Transaction, action_id: str, evidence: Any, receipt_key: str, external_id: str | None, actor: str
 ) -> tuple[records.Action, records.Receipt]:
     """Record an owner's decision; it is judged where it is used (I4)."""
-    checked_text("actor", actor)
-    row = tx.hold(action_id)
-    if external_id is None and isinstance(evidence, Mapping):
-        given = evidence.get("approval_id")
-        external_id = given if isinstance(given, str) else None
-    receipt, is_new = tx.add_receipt(action_id, receipt_key, records.GATE_RECEIPT_KIND, "passed", evidence, external_id)
-    if not is_new:
-        return projected(row), receipt
-    if row["state"] == records.STATE_GATED:  # two gates are none: the dispatch will refuse both
-        row = tx.change(row, records.GATE_ADDED, actor, {"receipt_key": receipt_key})
-    elif row["state"] == records.STATE_PROPOSED:
-        change = {"state": records.STATE_GATED, "next_attempt_at": tx.now}
-        row = tx.change(row, records.GATED, actor, {"receipt_key": receipt_key}, **change)
-    else:
-        expects(row, records.STATE_PROPOSED, "a gate")
+    row, receipt = _gated(tx, tx.hold(action_id), evidence, receipt_key, external_id, actor)
     return projected(row), receipt
 
 
-def undecided(tx: Transaction, action_id: str, evidence: Mapping[str, Any], receipt_key: str) -> None:
-    """``AlreadyDecided`` if somebody decided before, unless it was this very evidence."""
+def _gated(
+    tx: Transaction, row: Row, evidence: Any, receipt_key: str, external_id: str | None, actor: str
+) -> tuple[Row, records.Receipt]:
+    checked_text("actor", actor)
+    if external_id is None and isinstance(evidence, Mapping):
+        given = evidence.get("approval_id")
+        external_id = given if isinstance(given, str) else None
+    kind = records.GATE_RECEIPT_KIND
+    receipt, is_new = tx.add_receipt(row["action_id"], receipt_key, kind, "passed", evidence, external_id)
+    if not is_new:
+        return row, receipt
+    details = {"receipt_key": receipt_key}
+    if row["state"] == records.STATE_GATED:  # two gates are none: the dispatch will refuse both
+        return tx.change(row, records.GATE_ADDED, actor, details), receipt
+    expects(row, records.STATE_PROPOSED, "a gate")
+    change = {"state": records.STATE_GATED, "next_attempt_at": tx.now}
+    return tx.change(row, records.GATED, actor, details, **change), receipt
+
+
+def approve(
+    tx: Transaction, action_id: str, evidence: Mapping[str, Any], chain_id: str, receipt_key: str
+) -> tuple[records.Action, records.Receipt]:
+    """Record the first decision and name the chain that may act on it, or say who decided before."""
     row = tx.hold(action_id)
-    gates = tx.receipts(action_id, records.GATE_RECEIPT_KIND)
+    _undecided(tx, row, evidence, receipt_key)
+    principal = evidence.get("principal")
+    by = principal if isinstance(principal, str) else "gate"
+    gated, receipt = _gated(tx, row, evidence, receipt_key, None, by)
+    if row["state"] == records.STATE_PROPOSED:
+        gated = chains.name(tx, gated, chain_id, by)
+    return projected(gated), receipt
+
+
+def _undecided(tx: Transaction, row: Row, evidence: Mapping[str, Any], receipt_key: str) -> None:
+    """``AlreadyDecided`` if somebody decided before, unless it was this very evidence."""
+    gates = tx.receipts(row["action_id"], records.GATE_RECEIPT_KIND)
     if not gates:
-        rejections = tx.history(action_id, records.REJECTED)
+        rejections = tx.history(row["action_id"], records.REJECTED)
         if rejections:
             raise _already("rejected", rejections[0]["actor"], rejections[0]["created_at"], row)
         return
@@ -142,7 +160,7 @@ def undecided(tx: Transaction, action_id: str, evidence: Mapping[str, Any], rece
     if first["receipt_key"] == receipt_key and first["evidence"] == evidence:
         return
     said_by = first["evidence"] if isinstance(first["evidence"], dict) else {}
-    raise _already("approved", str(said_by.get("principal", "somebody")), first["created_at"], row)
+    raise _already("approved", legible(said_by.get("principal", "somebody")), first["created_at"], row)
 
 
 def _already(decision: str, by: str, at: float, row: Row) -> AlreadyDecided:
@@ -181,6 +199,8 @@ def add_receipt(
 ) -> records.Receipt:
     """Append evidence of a kind that no verb reserves for itself."""
     _refuse_reserved(kind)
+    if checked_text("receipt_key", receipt_key).startswith(records.RESERVED_RECEIPT_KEYS):
+        raise ActionStoreError(f"receipt_key {receipt_key!r} is written by a step of the action's own: use another key")
     if observed_at is not None:
         checked_number("observed_at", observed_at, 0.0, 1e11)
     tx.hold(action_id)
@@ -251,7 +271,7 @@ def verify(
     forged = [key for key in named if not _is_as_written(there[key])]
     if forged:
         raise ActionTransitionError(f"receipt {forged[0]!r:.80} of action {action_id} was changed in the database")
-    receipt, _ = tx.add_receipt(action_id, receipt_key, "verification", "verified", evidence, None)
+    receipt, _ = tx.add_receipt(action_id, receipt_key, records.VERIFICATION, "verified", evidence, None)
     details = {"receipt_key": receipt_key, "qualified_by": named}
     change = {"state": records.STATE_VERIFIED, **_due(tx, keep_lease=keep_lease)}
     return projected(tx.change(row, records.VERIFIED, owner, details, **change)), receipt

@@ -21,6 +21,8 @@ RECOVERY_SCHEMA = "celery_idem.dispatch_recovery.v1"
 OBSERVATION_SCHEMA = "celery_idem.dispatch_observation.v1"
 MAX_WINDOW = 3600.0
 MAX_OBSERVATIONS = 100
+ENDED_AT_ONCE = 20
+"""Actions ended in one transaction at most: thousands, after an outage, would outlast its deadline, and end never."""
 
 Contract = Mapping[str, Any]
 
@@ -177,15 +179,22 @@ def may_be_looked_for(tx: Transaction, row: Row, actor: str) -> bool:
 
 def lease_observation(
     tx: Transaction, owner: str, lease_seconds: float, scope: Sequence[ColumnElement[bool]]
-) -> records.Action | None:
-    """Lease one dispatched action for a look; those that may not be looked for end, and the next is taken."""
+) -> tuple[records.Action | None, bool]:
+    """Lease one dispatched action for a look; those that may not be looked for end, and the next is taken.
+
+    Returns:
+        The action, if there is one; and whether to ask again, once what ended here is committed.
+    """
     query = tx.ready([records.STATE_DISPATCHED]).where(*scope)
-    while (row := tx.hold_first(query, skip_locked=True)) is not None:
+    for _ in range(ENDED_AT_ONCE):
+        row = tx.hold_first(query, skip_locked=True)
+        if row is None:
+            return None, False
         if not intact(row):
             end_ambiguous(tx, row, owner, "payload", None, 0)
         elif may_be_looked_for(tx, row, owner):
-            return projected(tx.lease(row, owner, lease_seconds, mode="observation"))
-    return None
+            return projected(tx.lease(row, owner, lease_seconds, mode="observation")), False
+    return None, True
 
 
 def begin(

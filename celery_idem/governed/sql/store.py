@@ -142,17 +142,7 @@ class SQLActionStore:
         """
         checked_evidence(evidence)
 
-        def work(tx: Transaction) -> tuple[records.Action, records.Receipt]:
-            lifecycle.undecided(tx, action_id, evidence, receipt_key)
-            actor = evidence.get("principal")
-            by = actor if isinstance(actor, str) else "gate"
-            before = tx.hold(action_id)
-            action, receipt = lifecycle.gate(tx, action_id, evidence, receipt_key, None, by)
-            if before["state"] == records.STATE_PROPOSED:
-                action = projected(chains.name(tx, tx.hold(action_id), chain_id, by))
-            return action, receipt
-
-        return self._ledger.run(work)
+        return self._ledger.run(lambda tx: lifecycle.approve(tx, action_id, evidence, chain_id, receipt_key))
 
     def reject(self, action_id: str, reason: str, *, actor: str) -> records.Action:
         """End an action that is not dispatched: ``failed``, without a dead letter, for somebody wanted it so.
@@ -213,7 +203,7 @@ class SQLActionStore:
         """See ``ActionStore``."""
         _checked_lease(owner, lease_seconds)
         conditions = scope(source, source_prefix, action_type, action_ids)
-        return self._ledger.run(lambda tx: leasing.lease_next(tx, owner, lease_seconds, states, conditions))
+        return self._leased(lambda tx: leasing.lease_next(tx, owner, lease_seconds, states, conditions))
 
     def lease_dispatched_observation(
         self,
@@ -228,7 +218,13 @@ class SQLActionStore:
         """See ``ActionStore``."""
         _checked_lease(owner, lease_seconds)
         conditions = scope(source, source_prefix, action_type, action_ids)
-        return self._ledger.run(lambda tx: observation.lease_observation(tx, owner, lease_seconds, conditions))
+        return self._leased(lambda tx: observation.lease_observation(tx, owner, lease_seconds, conditions))
+
+    def _leased(self, lease: Callable[[Transaction], tuple[records.Action | None, bool]]) -> records.Action | None:
+        more = True
+        while more:
+            action, more = self._ledger.run(lease)
+        return action
 
     def defer_leased(
         self, action_id: str, owner: str, reason: str, delay_seconds: float, *, event_type: str = records.DEFERRED

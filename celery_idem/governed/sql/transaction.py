@@ -239,7 +239,7 @@ class Transaction:
         now = self.time()
         return (
             select(schema.action)
-            # Spelled out, so that the partial index fits.
+            .where(schema.DISPATCHED if records.STATE_DISPATCHED in states else schema.LEASABLE)
             .where(c.state.in_([literal(state, literal_execute=True) for state in states]))
             .where(c.next_attempt_at <= now, or_(c.lease_owner.is_(None), c.lease_expires_at <= now))
             .order_by(c.next_attempt_at, c.created_at, c.action_id)

@@ -1,4 +1,4 @@
-"""No SQLite connection crosses a fork.
+"""No SQLite connection crosses a fork, and no fork meets a driver that connects.
 
 SQLite keeps its file locks in memory of the process. A child inherits that memory but not the locks: its own fresh
 connections would believe in locks nobody holds, wait for ever for a mutex of the parent's, or have their log deleted
@@ -67,3 +67,7 @@ class ForkGate:
 
 
 sqlite_gate = ForkGate()
+
+connect_gate = ForkGate()
+"""No fork while a driver connects: libpq, Kerberos and OpenSSL have locks of their own, and a child that inherits one
+taken waits for it for ever."""

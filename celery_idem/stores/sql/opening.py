@@ -14,6 +14,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
 
 from celery_idem.errors import ConfigurationError
+from celery_idem.stores.sql.forking import connect_gate
 
 
 def parsed(url: str) -> URL:
@@ -53,6 +54,7 @@ class Attempt:
         threading.Thread(target=self._run, name="celery_idem connect", daemon=True).start()
 
     def _run(self) -> None:
+        connect_gate.enter()
         try:
             connection = self._connect()
         except BaseException as error:  # noqa: BLE001  raised where the connection was asked for
@@ -64,6 +66,8 @@ class Attempt:
             if abandoned:
                 with contextlib.suppress(Exception):
                     connection.close()
+        finally:
+            connect_gate.leave()
         self._over.set()
 
     def result(self, deadline: float) -> Any:
