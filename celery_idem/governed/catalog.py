@@ -163,8 +163,8 @@ class ActionType:
 
     def _changed(self) -> PayloadRefused:
         return self._refused(
-            f"does not come back as it was from what {self.payload.__name__} stores of it: give it fields that "
-            "JSON can keep; where the model was changed after the action was proposed, propose it again"
+            f"does not come back as it was from what {self.payload.__name__} makes of it: where the model was changed "
+            "after the action was proposed, propose it again; else give the model fields that JSON can keep"
         )
 
     def _refused(self, problem: str) -> PayloadRefused:

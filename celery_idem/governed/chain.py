@@ -21,7 +21,7 @@ from celery import chain
 from celery._state import connect_on_app_finalize
 from celery.app import app_or_default
 from celery.exceptions import Ignore, SoftTimeLimitExceeded
-from celery.signals import celeryd_init, worker_process_shutdown, worker_shutdown
+from celery.signals import celeryd_init, worker_process_shutdown, worker_ready, worker_shutdown
 
 from celery_idem.core.context import current
 from celery_idem.core.policy import Policy
@@ -424,7 +424,18 @@ def _begin_worker(instance: Any = None, **_: Any) -> None:
     _offer(instance.app)
 
 
+def _tell_if_it_does_nothing(sender: Any, **_: Any) -> None:
+    """A worker that knows how actions are done, and not where they are."""
+    if len(default_catalog) and not given_settings(sender.app.conf).get("store"):
+        logger.warning(
+            "celery_idem: action types are registered (%s, …), and governed_store is not set: this worker cannot work "
+            "on governed actions",
+            next(iter(default_catalog)).name,
+        )
+
+
 connect_on_app_finalize(_offer)
+worker_ready.connect(_tell_if_it_does_nothing, weak=False, dispatch_uid="celery_idem.governed.ready")
 celeryd_init.connect(_begin_worker, weak=False, dispatch_uid="celery_idem.governed.begin")
 worker_process_shutdown.connect(_close_all, weak=False, dispatch_uid="celery_idem.governed.close")
 worker_shutdown.connect(_close_all, weak=False, dispatch_uid="celery_idem.governed.close")

@@ -20,7 +20,7 @@ from celery.app import app_or_default
 from celery_idem.core.threads import Bell, start_thread, way_back
 from celery_idem.errors import ActionStoreError, StoreUnavailable
 from celery_idem.governed import records
-from celery_idem.governed.chain import governance_of, governed_chain, new_chain, register, sweeps_of
+from celery_idem.governed.chain import Governance, governance_of, governed_chain, new_chain, register, sweeps_of
 from celery_idem.parking import SILENCE, confirming_options
 
 if TYPE_CHECKING:
@@ -136,6 +136,21 @@ def own_producer(app: Celery) -> Iterator[Any]:
 # --- in a worker -----------------------------------------------------------------------------------------------------
 
 
+def _warn_of_short_windows(governance: Governance) -> None:
+    """A worker that is killed keeps its action until lease, interval and grace are over; then somebody has to look."""
+    waits = sum(governance.settings[name] for name in ("lease", "sweep_interval", "sweep_grace"))
+    for kind in governance.catalog:
+        if kind.observation_window <= waits:
+            logger.warning(
+                "celery_idem: %s may be looked for only %g s long, and where a worker is killed the first look may "
+                "come after %g s (governed_lease + governed_sweep_interval + governed_sweep_grace): give it a longer "
+                "observation_window",
+                kind.name,
+                kind.observation_window,
+                waits,
+            )
+
+
 class SweepStep(bootsteps.StartStopStep):
     """Worker step: sweep every ``governed_sweep_interval``; a worker with wrong settings does not start."""
 
@@ -149,15 +164,7 @@ class SweepStep(bootsteps.StartStopStep):
         """Begin, where there is a store and an interval."""
         governance = governance_of(parent.app)
         governance.check()
-        for kind in governance.catalog:
-            if kind.observation_window <= 2 * governance.settings["lease"]:
-                logger.warning(
-                    "celery_idem: %s may be looked for only %g s long, and a worker that dies keeps it for up to %g s "
-                    "(governed_lease): give it a longer observation_window",
-                    kind.name,
-                    kind.observation_window,
-                    governance.settings["lease"],
-                )
+        _warn_of_short_windows(governance)
         interval = governance.settings["sweep_interval"]
         if governance.settings["store"] and interval:
             self._sweeper = Sweeper(parent.app, interval)

@@ -60,7 +60,7 @@ _NEXT = {
     "validator": "let it raise or return a GateAuthorization, as owner_gate_validator does",
     "contract_exists": "observe the action, it is never dispatched again",
 }
-_NEXT_OF_ALL = "approve it anew; an action that has ended must be proposed again first"
+_NEXT_OF_ALL = "have it approved again; if it has ended, propose it first, under another idempotency key"
 
 
 def refused(code: str, detail: str = "") -> GateRefused:

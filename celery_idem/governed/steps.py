@@ -32,6 +32,7 @@ from celery_idem.errors import (
 from celery_idem.governed.canonical import same
 from celery_idem.governed.endpoint import (
     COMPLETED,
+    PENDING,
     REJECTED,
     Answer,
     Endpoint,
@@ -430,7 +431,8 @@ def _written(receipts: Sequence[Receipt], key: str, status: str) -> Receipt | No
 
 
 def _told(answer: Answer) -> str:
-    return f"says {answer.status}" + (f": {answer.reason}" if answer.reason else "")
+    told = "gave no certain answer" if answer.status == PENDING else f"says {answer.status}"
+    return told + (f": {answer.reason}" if answer.reason else "")
 
 
 def _word(error: BaseException) -> str:

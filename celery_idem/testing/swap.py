@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Mapping
@@ -14,6 +17,7 @@ from kombu import pools
 
 from celery_idem import app as seam
 from celery_idem.app import Runtime, runtime_of
+from celery_idem.governed.settings import given_settings as governed_settings
 from celery_idem.testing.memory import BACKEND, BROKERS, SCHEME, Broker, Store, forget_results
 
 VARIABLES = ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL", "CELERY_RESULT_BACKEND")
@@ -27,6 +31,12 @@ CACHED = ("_pool", "_backend_cache", "_local", "backend_cls")
 """Attributes in which the app keeps what it once made of its settings."""
 
 
+def _governances() -> Any:
+    """What each app has for its governed actions, where anybody has asked for it."""
+    chain = sys.modules.get("celery_idem.governed.chain")
+    return {} if chain is None else chain._governances  # noqa: SLF001
+
+
 class Swap:
     """One app's stay in memory, from ``enter`` to ``leave``; what it was configured for is not touched meanwhile."""
 
@@ -35,6 +45,8 @@ class Swap:
         self.broker = Broker()
         self._vhost = uuid.uuid4().hex
         self._given = settings
+        self._ledger: str | None = None
+        """Where the actions of an app that has some are meanwhile."""
 
     def enter(self, store: Store) -> Runtime:
         """Swap everything; the app's runtime for the test, on ``store``."""
@@ -60,7 +72,11 @@ class Swap:
         }
         if results not in (None, "disabled", "disabled://"):
             ours["result_backend"] = BACKEND
+        if governed_settings(conf).get("store") is not None:
+            self._ledger = tempfile.mkdtemp(prefix="celery-idem-")
+            ours["governed_store"] = f"sqlite:///{self._ledger}/actions.db"
         ours |= self._given
+        self._governance = _governances().pop(app, None)
         bare = {str(key).lower().removeprefix("celery_"): key for key in conf.changes}
         for name in ours.keys() & bare.keys():
             del conf.changes[bare[name]]  # under another spelling it would win
@@ -82,6 +98,14 @@ class Swap:
         _state._set_current_app(self._current)  # noqa: SLF001
         runtime_of(app).close()
         self._forget_pools()
+        ours = _governances().pop(app, None)
+        if ours is not None:
+            ours.close()
+        if self._governance is not None:
+            _governances()[app] = self._governance
+        if self._ledger is not None:
+            shutil.rmtree(self._ledger, ignore_errors=True)
+            self._ledger = None
         seam._runtimes[app] = self._runtime  # noqa: SLF001
         app.conf.changes.clear()
         app.conf.changes.update(self._changes)

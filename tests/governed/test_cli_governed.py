@@ -645,7 +645,7 @@ def test_dead_letters_tell_why_which_and_since_when_the_last_first(
     shell("reject", rejected, "--as", "bob", "--reason", "no", "--yes")
     lines = shell("dead-letters").stdout.splitlines()
     assert lines[0].startswith(f"{doubtful}  {REFUND}, failed, ambiguous, 20 s ago (")
-    assert lines[1].startswith("  ambiguous: the mutation may have happened, and 1 looks found nothing certain")
+    assert lines[1].startswith("  ambiguous: the mutation may have happened, and 1 look found nothing certain")
     assert lines[2].startswith(f"{failed}  {REFUND}, failed, 30 s ago (")
     assert lines[3:] == ["  no luck", "2 dead letters"]
     assert shell("dead-letters", "--limit", "1").stdout.endswith("1 dead letter, and older ones: raise --limit\n")

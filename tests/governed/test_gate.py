@@ -282,7 +282,7 @@ class TestWhatIsRefused:
 
     def test_the_next_step_is_at_the_end(self) -> None:
         assert str(refused("expired")).endswith(
-            "approve it anew; an action that has ended must be proposed again first"
+            "have it approved again; if it has ended, propose it first, under another idempotency key"
         )
         assert str(refused("unsigned")).endswith("sign it with ApprovalSigner before it is recorded")
 

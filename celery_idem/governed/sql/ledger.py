@@ -179,4 +179,5 @@ def _readable(raw: bytes) -> str:
 
 
 def _in_our_words(error: Exception) -> str:
-    return str(error).replace("idempotency_store", "governed_store")
+    told = str(error).replace("idempotency_store", "governed_store")
+    return told.replace("use memory://, or name a file", "name a file")

@@ -270,7 +270,13 @@ def end_ambiguous(
 ) -> Row:
     """End a dispatched action of which nobody may find out more by himself: it may have had its effect, or not."""
     spent = reason == "exhausted"
-    why = f"{looks} looks found nothing certain" if spent else f"nobody may look for its effect any more ({reason})"
+    if not spent:
+        why = f"nobody may look for its effect any more ({reason})"
+    elif looks:
+        counted = "1 look" if looks == 1 else f"{looks} looks"
+        why = f"{counted} found nothing certain" + (f", the last one: {found}" if found else "")
+    else:
+        why = "the time to look for it was over before anybody did"
     told = (
         f"ambiguous: the mutation may have happened, and {why}: look at the endpoint before anything is proposed again"
     )
