@@ -326,6 +326,7 @@ class StepTask(IdempotentTask):
         on_conflict="park",
         verify=None,
         on_unknown="run",
+        storage_policy="fail_open",
         max_deliveries=1_000_000_000,
         replay_failures=(),
         cacheable=None,

@@ -377,29 +377,32 @@ class Verify(Step):
             if action["updated_at"] >= acceptance["created_at"] + WAITED_FOR:
                 return self.fail(f"verification: {later.why}")
             raise
-        request = self.request_of(kind, action, receipts)
-        answer = self.seen(request)
-        if answer.status == COMPLETED:
-            evidence = {
-                "schema": VERIFICATION_SCHEMA,
-                "execution_digest": request.execution_digest,
-                "acceptance_sha256": acceptance["evidence_sha256"],
-                "status": answer.status,
-                "result": answer.result,
-            }
-            verified, _ = self.ledger.verify(
-                self.action_id,
-                self.owner,
-                VERIFICATION,
-                evidence,
-                qualifying_receipt_keys=[ACCEPTANCE],
-                keep_lease=False,
-            )
-            return verified
-        why = f"verification: it was accepted, and now the endpoint {_told(answer)}"
+        try:
+            request = self.request_of(kind, action, receipts)
+            answer = self.seen(request)
+            if answer.status == COMPLETED:
+                return self._verified(request, answer, acceptance)
+            why = f"verification: it was accepted, and now the endpoint {_told(answer)}"
+        except ActionLeaseConflict:
+            raise
+        except ActionTransitionError as error:  # a receipt is not what was written
+            why = f"verification: {error}"
         if action["updated_at"] >= acceptance["created_at"] + kind.observation_window:
             return self.fail(why)
         raise Later(why, kind.observe_delay * 2.0 ** min(self.tries, 10))
+
+    def _verified(self, request: ExecutionRequest, answer: Answer, acceptance: Receipt) -> Action:
+        evidence = {
+            "schema": VERIFICATION_SCHEMA,
+            "execution_digest": request.execution_digest,
+            "acceptance_sha256": acceptance["evidence_sha256"],
+            "status": answer.status,
+            "result": answer.result,
+        }
+        verified, _ = self.ledger.verify(
+            self.action_id, self.owner, VERIFICATION, evidence, qualifying_receipt_keys=[ACCEPTANCE], keep_lease=False
+        )
+        return verified
 
 
 class Complete(Step):
@@ -421,7 +424,10 @@ class Complete(Step):
             and [verification["evidence"].get("execution_digest")] == contracts
         )
         if not witnessed:
-            return self.fail("completion: its receipts do not show that it was dispatched, accepted and verified")
+            return self.fail(
+                "completion: its receipts do not show that it was dispatched, accepted and verified; the mutation may "
+                "have happened: look at the endpoint, and who wrote into the ledger"
+            )
         return self.ledger.complete(self.action_id, self.owner, action["result"])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idem.errors import ActionStoreError, ConfigurationError, GateRefused
+from celery_idem.errors import ActionStoreError, ConfigurationError, GateRefused, StoreUnavailable
 from celery_idem.governed import SQLActionStore, approve, message_approval, sweep
 from celery_idem.governed.chain import governance_of
 from celery_idem.governed.sql.observation import ENDED_AT_ONCE
@@ -237,3 +237,49 @@ def test_thousands_of_actions_to_be_ended_do_not_stand_in_the_way_of_the_next(tm
         assert leased is not None
         assert leased["idempotency_key"] == f"k{number}"
         assert len(store.list_dead_letters()) == number
+
+
+def test_an_approval_that_ends_in_a_queue_ends_the_action_without_any_step(office: Office) -> None:
+    action_id = office.approved(lifetime=600.0)
+    office.idem.take()
+    office.clock.advance(700)
+    assert sweep(office.app) == {"released": 0, "ended": 1, "enqueued": 0, "unpublished": 0}
+    assert "gate refused, expired" in office.error(action_id)
+
+
+def test_a_gate_that_was_changed_after_it_was_used_does_not_hold_up_the_end(office: Office) -> None:
+    action_id = office.approved()
+    office.next("dispatch")
+    office.next("observe")
+    with closing(sqlite3.connect(office.url.removeprefix("sqlite:///"))) as database, database:
+        database.execute("DROP TRIGGER celery_idem_action_receipt_no_update")
+        database.execute("UPDATE celery_idem_action_receipt SET evidence = '{}' WHERE kind = 'gate'")
+    office.next()
+    assert office.state(action_id) == "accepted"
+    office.clock.advance(700)
+    assert through(office, action_id, most=3) == "failed"
+    assert "verification: no gate" in office.error(action_id)
+
+
+def test_a_clock_that_was_ahead_is_judged_by_the_hosts_own_too(tmp_path: Path) -> None:
+    with SQLActionStore(f"sqlite:///{tmp_path / 'actions.db'}") as store:
+        action = store.propose("k", "shop", "t", {})
+        store.gate(action["action_id"], {"approval_id": "a"})
+        with closing(sqlite3.connect(tmp_path / "actions.db")) as database, database:
+            database.execute("UPDATE celery_idem_action SET updated_at = updated_at + 86400")
+        assert store.stranded(0.0) == []
+        assert store.get_action(action["action_id"])["state"] == "gated"
+        with closing(sqlite3.connect(tmp_path / "actions.db")) as database, database:
+            database.execute("UPDATE celery_idem_action SET updated_at = updated_at + 172800")
+        assert store.stranded(0.0) == []
+        assert store.get_action(action["action_id"])["state"] == "failed"
+
+
+def test_the_steps_need_no_claim_store(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: Any, **__: Any) -> Any:
+        raise StoreUnavailable("the claims are away")
+
+    action_id = office.approved()
+    monkeypatch.setattr(office.idem.store, "claim", away)
+    assert through(office, action_id) == "completed"
+    assert len(office.till.puts) == 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from sqlalchemy import or_, select
 
 from celery_idem.governed import records
+from celery_idem.governed.refusals import epoch, refused
 from celery_idem.governed.sql import leasing, observation, schema
 from celery_idem.governed.sql.arguments import checked_text, legible
 from celery_idem.governed.sql.transaction import Row, Transaction, intact
@@ -42,8 +44,8 @@ def replace(tx: Transaction, action_id: str, old: str | None, new: str) -> bool:
 def stranded(tx: Transaction, grace: float, limit: int) -> list[dict[str, Any]]:
     """Actions at work that are due, leased by nobody, and that nothing has happened to for so many seconds.
 
-    Those for which no chain can do anything are ended here: the payload was changed in the database, nobody may look
-    for the effect any more, or the clock was ahead, and has been set right.
+    Those for which no chain can do anything are ended here: the approval has expired, the payload was changed in the
+    database, nobody may look for the effect any more, or the clock was ahead, and has been set right.
 
     Returns:
         ``action_id``, ``action_type``, ``state`` and ``chain_id`` of each, the longest quiet first.
@@ -55,19 +57,32 @@ def stranded(tx: Transaction, grace: float, limit: int) -> list[dict[str, Any]]:
     quiet = quiet.where(or_(c.lease_owner.is_(None), c.lease_expires_at <= now))
     found = []
     for row in tx.rows(quiet.order_by(c.updated_at).limit(limit)):
-        if row["state"] != records.STATE_DISPATCHED and intact(row):
+        if row["state"] != records.STATE_DISPATCHED and intact(row) and not _has_expired(tx, row):
             found.append({key: row[key] for key in ("action_id", "action_type", "state", "chain_id")})
         elif (held := _still_at_work(tx, row)) is None:
             continue
         elif not intact(held):
             leasing.end_tampered(tx, held, _SWEEP)
+        elif held["state"] == records.STATE_GATED:
+            leasing.end(tx, held, _SWEEP, "expired", str(refused("expired", "no step consumed it before it ended")))
         elif observation.may_be_looked_for(tx, held, _SWEEP):
             found.append({key: row[key] for key in ("action_id", "action_type", "state", "chain_id")})
-    for row in tx.rows(at_work.where(c.updated_at > now + AHEAD).limit(observation.ENDED_AT_ONCE)):
+    # One clock alone may itself be wrong, and slow: where it is the database's, this host's own has to agree.
+    ahead = [c.updated_at > now + AHEAD] + ([] if tx.by_injected_clock else [c.updated_at > time.time() + AHEAD])
+    for row in tx.rows(at_work.where(*ahead).limit(observation.ENDED_AT_ONCE)):
         held = _still_at_work(tx, row)
         if held is not None:
             leasing.end(tx, held, _SWEEP, "clock", "the clock was ahead when it was last changed, and is not any more")
     return found
+
+
+def _has_expired(tx: Transaction, row: Row) -> bool:
+    """Whether the approval of a gated action has ended, so that no dispatch can consume it."""
+    if row["state"] != records.STATE_GATED:
+        return False
+    gates = [receipt["evidence"] for receipt in tx.receipts(row["action_id"], records.GATE_RECEIPT_KIND)]
+    ends = [epoch(gate.get("expires_at_epoch")) for gate in gates if isinstance(gate, dict)]
+    return any(end is not None and end <= tx.now for end in ends)
 
 
 def _still_at_work(tx: Transaction, row: Row) -> Row | None:

@@ -22,6 +22,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import Connection
 
+from celery_idem.errors import ConfigurationError
 from celery_idem.governed.records import ACTION_STATES, ALLOWED_TRANSITIONS
 
 INIT = "celery -A <app> governed init"
@@ -239,6 +240,7 @@ def create(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if sqlite else "BEGIN")
     if not sqlite:
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _SCHEMA_LOCK})
+        _must_be_unicode(connection)
     metadata.create_all(connection)
     if sqlite:
         for statement in _sqlite_triggers():
@@ -246,6 +248,15 @@ def create(connection: Connection) -> None:
     else:
         _create_postgres_triggers(connection)
     connection.exec_driver_sql("COMMIT")
+
+
+def _must_be_unicode(connection: Connection) -> None:
+    encoding = connection.execute(text("SHOW server_encoding")).scalar_one()
+    if encoding != "UTF8":
+        raise ConfigurationError(
+            f"governed_store: the database is encoded in {encoding}, so some payloads and answers could not be kept: "
+            "make one with ENCODING 'UTF8'"
+        )
 
 
 def _create_postgres_triggers(connection: Connection) -> None:

@@ -111,6 +111,8 @@ def connecting(error: BaseException, name: str, *, landed: bool) -> Exception:
     error = cause(error)
     if isinstance(error, (StoreError, ConfigurationError)):
         return error
+    if name == "sqlite" and any(sign in str(error) for sign in _BUSY):
+        return Locked(str(error))  # whoever makes a new file's tables holds up those who open it
     return unavailable(name, error, landed=landed)
 
 
