@@ -2,7 +2,8 @@
 #
 #   make demo [ARGS="--broker redis --store postgresql"]    see it work
 #   make test    the whole suite, on real servers it starts itself      make unit    what needs no server
-#   make campaigns   long runs that print a table each: kills, outage, transactions, redelivery, throughput, floor
+#   make campaigns   long runs that print a table each: kills, outage, transactions, redelivery, throughput, floor,
+#                    governed-kills, ledger      make conformance   every broken action store against every case
 #   make matrix   every cell of pools x brokers x canvases x faults; writes docs/reference/matrix.md
 #   make matrix-versions   every Python found here with every Celery      make public-suites   two foreign projects' own tests
 #   make check   what CI runs: lint, types, test                        make clean   remove what was built here
@@ -26,8 +27,8 @@ DEMO_SERVERS := $(strip $(if $(findstring redis,$(ARGS)),redis-server) \
 DEMO_SPEC := .$(if $(DEMO_NAME),[$(DEMO_NAME)])
 
 .DEFAULT_GOAL := help
-CAMPAIGNS := kills outage transactions redelivery throughput floor
-.PHONY: help demo test unit check guarantees matrix lint types campaigns $(CAMPAIGNS) matrix-versions public-suites services clean
+CAMPAIGNS := kills outage transactions redelivery throughput floor governed-kills ledger
+.PHONY: help demo test unit check guarantees matrix lint types campaigns $(CAMPAIGNS) matrix-versions public-suites conformance services clean
 
 help:
 	@sed -n '3,$${/^#/!q; s/^# \{0,1\}//; p;}' Makefile
@@ -65,6 +66,9 @@ campaigns: $(CAMPAIGNS)
 
 $(CAMPAIGNS) matrix-versions public-suites: $(VENV)/.dev services
 	$(BIN)/python -m tests.campaigns.$(subst -,_,$@) $(ARGS)
+
+conformance: $(VENV)/.dev
+	$(BIN)/python -m tests.conformance.broken_actions
 
 services:
 	@scripts/install-services
