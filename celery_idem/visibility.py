@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -80,17 +81,21 @@ class Keeper:
         self._own: Any = None
         self._channel: Any = None
         self._stopping, self._bell, self._ended = False, Bell(), Bell()
+        self._over = False
+        self._join: Callable[[], object] | None = None
         self._back = way_back()
 
     def start(self) -> None:
         """Start the thread."""
-        start_thread(self._run, "celery_idem visibility")
+        self._join = start_thread(self._run, "celery_idem visibility")
 
     def stop(self) -> None:
         """End the thread, and wait for it no longer than its connection may take to answer."""
         self._stopping = True
         self._bell.ring()
         self._ended.wait(self._end_within)
+        if self._over and self._join is not None:
+            self._join()  # under gevent it still takes its hub down, and a process that ends beside that crashes
 
     def _run(self) -> None:
         pause, failing = self.every, False
@@ -108,6 +113,7 @@ class Keeper:
                 pause = min(self.every, RETRY_AFTER) if failing else self.every
         finally:
             self._close()
+            self._over = True
             self._ended.ring()
 
     def _tried(self) -> Exception | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -201,7 +200,7 @@ class Sweeper:
         self._bell.ring()
         self._ended.wait(END_WITHIN)
         if self._over and self._join is not None:
-            self._join()  # under gevent its hub is taken down after that, and not beside a process that ends
+            self._join()  # under gevent it still takes its hub down, and a process that ends beside that crashes
 
     def _run(self) -> None:
         pause, failing = self._interval * random.random(), False  # noqa: S311  workers started together sweep apart
@@ -218,7 +217,6 @@ class Sweeper:
                 failing = failed is not None
                 pause = self._interval
         finally:
-            time.sleep(0)  # under gevent, what closed sockets left to the hub: it must not outlive that
             self._over = True
             self._ended.ring()
 

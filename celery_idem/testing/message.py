@@ -89,7 +89,8 @@ class Delivered:
     def key(self) -> str:
         """Effective key of the record."""
         for event in self.events:
-            return str(event.fields["key"])
+            if "key" in event.fields:
+                return str(event.fields["key"])
         raise AssertionError(f"{self.message} made no record: its task is not idempotent, or it died before")
 
     def __repr__(self) -> str:

@@ -141,16 +141,17 @@ class Lives(RuleBasedStateMachine):
             assert (action_id in buried) == bool({"failed", "ambiguous"} & set(model.events))
 
     def is_stranded(self, model: Model, grace: float) -> bool:
-        """Whether it has lost its chain; one nobody may look for any more ends here."""
+        """Whether it has lost its chain; one that no chain can do anything for ends here."""
         now = self.clock()
         if model.state not in {*LEASABLE_STATES, "dispatched"} or not model.is_free(now):
             return False
         if max(model.updated, model.due) > now - grace:
             return False
-        if model.state == "dispatched" and model.is_spent(model.now(now)):
-            model.become("ambiguous", model.now(now), "failed")
-            return False
-        return True
+        if model.state == "dispatched" and model.is_spent(now):
+            model.become("ambiguous", now, "failed")
+        elif model.state == "gated" and any(gate["expires_at_epoch"] <= now for gate in model.gates.values()):
+            model.become("failed", now, "failed")
+        return model.state != "failed"
 
     # -- what may happen ----------------------------------------------------------------------------------------------
 

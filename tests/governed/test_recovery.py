@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from celery_idem.errors import StoreUnavailable
+from celery_idem.errors import ActionFailed, StoreUnavailable
 from celery_idem.governed import SQLActionStore
 from celery_idem.governed import recovery as recovery_module
 from celery_idem.governed.chain import new_chain, sweeps_of
@@ -50,7 +50,7 @@ def test_the_message_of_any_step_may_be_lost(office: Office, step: str) -> None:
 
 
 def test_each_sweep_of_one_action_doubles_its_grace(office: Office) -> None:
-    office.approved()
+    office.approved(lifetime=86_400)
     swept = []
     for _ in range(30 * 4):  # sweeps for four hours, and no message is ever delivered
         office.idem.advance(120)
@@ -63,19 +63,30 @@ def test_each_sweep_of_one_action_doubles_its_grace(office: Office) -> None:
 
 def test_many_sweeps_leave_one_lineage(office: Office) -> None:
     office.till.on_put, office.till.on_look = office.till.lose, office.till.look_away
-    action_id = office.approved()
+    action_id = office.approved(lifetime=86_400)
     for _ in range(8):  # a long queue: everything stays where it is
         office.idem.advance(1000)
         sweep(office.app)
     messages = office.idem.take()
     assert len(messages) >= 4
-    office.store.set_admission(False, "the approval is long over, but let us see", actor="ops")
+    office.store.set_admission(False, "everybody has to wait", actor="ops")
     for message in messages:
         office.idem.deliver(message)
-    assert len(office.idem.messages()) <= 1
+    (waiting,) = office.idem.messages()
+    assert waiting["args"] == [action_id, office.store.get_action(action_id)["chain_id"]]
+    office.store.set_admission(True, "go on", actor="ops")
     office.idem.run_all()
-    assert office.till.puts == []
+    assert len(office.till.puts) == 1
+
+
+def test_an_approval_that_ends_in_a_queue_ends_its_action(office: Office) -> None:
+    action_id = office.approved(lifetime=600)
+    office.idem.advance(601 + 120)
+    assert sweep(office.app) == {**NOTHING, "ended": 1}
     assert "expired" in office.error(action_id)
+    (late,) = office.idem.take()
+    assert isinstance(office.idem.deliver(late).value, ActionFailed)
+    assert office.till.puts == []
 
 
 def test_two_sweeps_at_once_publish_one_chain(office: Office) -> None:

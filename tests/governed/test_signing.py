@@ -223,6 +223,7 @@ class TestKeys:
             .public_key()
             .public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
         ],
+        ids=range(11),
     )
     def test_anything_else_is_refused_by_its_name_and_not_repeated(self, form: Any) -> None:
         with pytest.raises(
