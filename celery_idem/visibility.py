@@ -20,6 +20,7 @@ from typing import Any
 from celery import bootsteps
 
 from celery_idem.app import runtime_of
+from celery_idem.core.forking import background_gate
 from celery_idem.core.threads import Bell, start_thread, way_back
 
 logger = logging.getLogger("celery_idem")
@@ -118,7 +119,8 @@ class Keeper:
 
     def _tried(self) -> Exception | None:
         try:
-            self.refresh()
+            with background_gate:
+                self.refresh()
         except Exception as error:  # noqa: BLE001  whatever it is, the worker goes on
             self._close()
             return error

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
 from celery.app import app_or_default
 
+from celery_idem.core.forking import background_gate
 from celery_idem.core.threads import Bell, start_thread, way_back
 from celery_idem.errors import ActionStoreError, StoreUnavailable
 from celery_idem.governed import records
@@ -66,12 +67,15 @@ class _Sweep:
         governance = governance_of(self._app)
         with governance.open_store() as store:
             store.listener = self._heard
-            store.recover_expired_leases()
-            lost = self._lost(store, governance.settings["sweep_grace"])
+            with background_gate:
+                store.recover_expired_leases()
+                lost = self._lost(store, governance.settings["sweep_grace"])
             if not lost or self._stopping():
                 return
             try:
-                with own_producer(self._app) as producer:
+                with ExitStack() as stack:
+                    with background_gate:
+                        producer = stack.enter_context(own_producer(self._app))
                     self._publish(store, lost, producer)
             except StoreUnavailable:
                 raise
@@ -102,15 +106,19 @@ class _Sweep:
         for action_id, old in lost:
             if self._stopping():
                 return
-            new = new_chain(old or "")
-            try:
-                if not store.replace_chain(action_id, old, new):
-                    continue  # another sweep was faster, or it is over
-            except ActionStoreError as refused:  # a row that no verb can name must not keep the others waiting
-                logger.warning("celery_idem: an action cannot be given a new message: %s", refused)
-                continue
-            _send(self._app, action_id, new, producer)
-            self.counts["enqueued"] += 1
+            with background_gate:
+                self._replace(store, action_id, old, producer)
+
+    def _replace(self, store: SQLActionStore, action_id: str, old: str | None, producer: Any) -> None:
+        new = new_chain(old or "")
+        try:
+            if not store.replace_chain(action_id, old, new):
+                return  # another sweep was faster, or it is over
+        except ActionStoreError as refused:  # a row that no verb can name must not keep the others waiting
+            logger.warning("celery_idem: an action cannot be given a new message: %s", refused)
+            return
+        _send(self._app, action_id, new, producer)
+        self.counts["enqueued"] += 1
 
 
 def _send(app: Celery, action_id: str, chain_id: str, producer: Any) -> None:

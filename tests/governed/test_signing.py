@@ -242,7 +242,7 @@ class TestKeys:
         with pytest.raises(ConfigurationError, match="everybody's signature would count"):
             ApprovalKeys({"2026": f"{first}{last:02x}"})
 
-    @pytest.mark.parametrize("keys", [{}, None, [], "2026", NEW_PUBLIC])
+    @pytest.mark.parametrize("keys", [{}, None, [], "2026", NEW_PUBLIC], ids=range(5))
     def test_no_key_at_all_is_no_way_to_say_unsigned(self, keys: Any) -> None:
         with pytest.raises(ConfigurationError, match="governed_approval_keys maps key ids to public keys"):
             ApprovalKeys(keys)
@@ -283,7 +283,7 @@ class TestPrivateKeys:
                 ApprovalSigner.from_pem("k", locked, wrong)
         assert keys.check(ApprovalSigner("k", key).sign(evidence), NOW) == "k"
 
-    @pytest.mark.parametrize("pem", ["", "x", NEW_PUBLIC, public_pem(NEW_PUBLIC), NEW_PEM[:-60]])
+    @pytest.mark.parametrize("pem", ["", "x", NEW_PUBLIC, public_pem(NEW_PUBLIC), NEW_PEM[:-60]], ids=range(5))
     def test_what_is_no_private_key_is_refused(self, pem: str) -> None:
         with pytest.raises(ConfigurationError, match="ApprovalSigner 'k': this is no private key in PEM"):
             ApprovalSigner.from_pem("k", pem)

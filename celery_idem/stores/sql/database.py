@@ -20,6 +20,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.pool import PoolProxiedConnection
 
+from celery_idem.core.forking import sqlite_gate
 from celery_idem.errors import ConfigurationError, StoreError
 from celery_idem.stores.sql import schema
 from celery_idem.stores.sql.dialect import statements
@@ -33,7 +34,6 @@ from celery_idem.stores.sql.failures import (
     translated,
     unavailable,
 )
-from celery_idem.stores.sql.forking import sqlite_gate
 from celery_idem.stores.sql.opening import Attempt, in_memory, parsed, with_driver
 from celery_idem.stores.sql.watchdog import watchdog
 

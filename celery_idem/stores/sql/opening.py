@@ -13,8 +13,8 @@ from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
 
+from celery_idem.core.forking import connect_gate
 from celery_idem.errors import ConfigurationError
-from celery_idem.stores.sql.forking import connect_gate
 
 
 def parsed(url: str) -> URL:

@@ -32,6 +32,12 @@ class ForkGate:
         self._closers.add(close)
         return close
 
+    def __enter__(self) -> None:
+        self.enter()
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
     def enter(self) -> None:
         """A verb takes a connection."""
         with self._changed:
@@ -71,3 +77,7 @@ sqlite_gate = ForkGate()
 connect_gate = ForkGate()
 """No fork while a driver connects: libpq, Kerberos and OpenSSL have locks of their own, and a child that inherits one
 taken waits for it for ever."""
+
+background_gate = ForkGate()  # made last, it closes first: what is inside still passes the others
+"""No fork while a thread beside the worker's main one speaks to database or broker, for the same reason: kombu's and
+SQLAlchemy's locks. It is entered for one piece of work at a time, so that a fork waits for no more than that."""
