@@ -212,17 +212,17 @@ def sample(places: Sequence[Place], every: int, *, boundaries: int = 1) -> list[
 def killed(site: Site, places: Sequence[Place], *, who: str = CHILD, way: str = "pay") -> list[Fate]:
     """Kill an action at each place, and see what becomes of all of them.
 
-    Some places a process comes to only once in its life, and which try of a step does the work is a matter of time. So
-    what an action missed others try again, each time in processes of the other kind.
+    Some places a process comes to only once in its life, some only where it was there before its worker first swept,
+    and which try of a step does the work is a matter of time. What an action missed, others try again in new processes,
+    then in new workers.
     """
-    sent: list[tuple[Place, str]] = []
-    missed = list(places)
-    for extra in ((), NEW, (), NEW):
-        if missed:
-            sent += _round(site, missed, who, way, extra)
-            struck = {place for place, action_id in sent if site.struck(action_id)}
-            missed = [place for place in places if place not in struck]
-            progress(f"{len(missed)} places were not come to")
+    sent = _round(site, places, who, way)
+    missed = _missed(site, places, sent)
+    sent += _round(site, missed, who, way, extra=NEW)
+    for _ in range(2):
+        missed = _missed(site, places, sent)
+        for first in range(0, len(missed), AT_ONCE):
+            sent += _round(site, missed[first : first + AT_ONCE], who, way)
     accounts = ledger(site.house)
     letters = Counter(letter["action_id"] for letter in site.store.list_dead_letters(limit=10_000))
     return [
@@ -231,13 +231,24 @@ def killed(site: Site, places: Sequence[Place], *, who: str = CHILD, way: str = 
     ]
 
 
-def _round(site: Site, places: Sequence[Place], who: str, way: str, extra: Sequence[str]) -> list[tuple[Place, str]]:
+def _missed(site: Site, places: Sequence[Place], sent: Sequence[tuple[Place, str]]) -> list[Place]:
+    struck = {place for place, action_id in sent if site.struck(action_id)}
+    missed = [place for place in places if place not in struck]
+    if missed:
+        progress(f"{len(missed)} places were not come to")
+    return missed
+
+
+def _round(
+    site: Site, places: Sequence[Place], who: str, way: str, *, extra: Sequence[str] = ()
+) -> list[tuple[Place, str]]:
     at_once = 1 if who == WORKER else AT_ONCE
-    unsent, sent, dying = list(places), list[tuple[Place, str]](), set[str]()
+    unsent, sent = list(places), list[tuple[Place, str]]()
+    open_ones, dying = set[str](), set[str]()
     worker: WorkerProc | None = None
     try:
         ends = time.monotonic() + ENDS_WITHIN
-        while True:
+        while (unsent or open_ones) and time.monotonic() < ends:
             if worker is None or not worker.alive:
                 if worker is not None:
                     worker.kill()
@@ -253,9 +264,8 @@ def _round(site: Site, places: Sequence[Place], who: str, way: str, extra: Seque
                 ends = time.monotonic() + ENDS_WITHIN
                 if not len(sent) % 100:
                     progress(f"{len(sent)} of {len(places)}")
-            if not (unsent or open_ones) or time.monotonic() > ends:
-                return sent
             time.sleep(0.1)
+        return sent
     finally:
         if worker is not None:
             worker.kill()

@@ -420,7 +420,7 @@ class TestNothingIsDropped:
         type_ = declared(payload=Hidden)
         for value in ({"token": SECRET}, Hidden(token=SecretStr(SECRET))):
             text = refusal(type_, value)
-            assert "does not come back as it was from what Hidden stores of it" in text
+            assert "does not come back as it was from what Hidden makes of it" in text
             assert SECRET not in text
 
     def test_an_excluded_field_is_refused_where_it_says_something(self) -> None:
@@ -504,7 +504,7 @@ class TestAfterAChangeOfTheModel:
             notify: bool = True
 
         stored = declared().payload_of({"order_id": 1, "amount": 1})
-        with pytest.raises(PayloadRefused, match=r"Notifying stores of it: .*propose it again"):
+        with pytest.raises(PayloadRefused, match=r"Notifying makes of it: .*propose it again"):
             declared(payload=Notifying).model_of(stored)
 
     def test_a_field_that_was_removed_would_not_be_executed(self) -> None:

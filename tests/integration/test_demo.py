@@ -35,7 +35,7 @@ GOVERNED = {
 
 @contextmanager
 def demo(tmp_path: Path, *words: str, env: Mapping[str, str] | None = None) -> Iterator[Process]:
-    env = {**os.environ, "PYTHONIOENCODING": "utf-8", "TMPDIR": str(tmp_path), **(env or {})}
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8", "TMPDIR": str(tmp_path), "COLUMNS": "140", **(env or {})}
     argv = [sys.executable, "-m", "example_project.demo", *words]
     process = Process(argv, name="demo", log_path=tmp_path / "demo.log", env=env, cwd=ROOT)
     try:

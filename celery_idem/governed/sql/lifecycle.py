@@ -129,9 +129,11 @@ def _gated(
     details = {"receipt_key": receipt_key}
     if row["state"] == records.STATE_GATED:  # two gates are none: the dispatch will refuse both
         return tx.change(row, records.GATE_ADDED, actor, details), receipt
+    if row["state"] == records.STATE_PROPOSED:
+        change = {"state": records.STATE_GATED, "next_attempt_at": tx.now}
+        return tx.change(row, records.GATED, actor, details, **change), receipt
     expects(row, records.STATE_PROPOSED, "a gate")
-    change = {"state": records.STATE_GATED, "next_attempt_at": tx.now}
-    return tx.change(row, records.GATED, actor, details, **change), receipt
+    return row, receipt
 
 
 def approve(
