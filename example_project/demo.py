@@ -155,7 +155,7 @@ class Demo:
             if scenario.kills_worker:
                 self._lose_workers()
             what = f"scenario {number} ({scenario.title}): every message is answered"
-            wait_until(lambda: all(side.answered for side in sides), 40, what, self._workers)
+            wait_until(lambda: all(side.answered for side in sides), 60, what, self._workers)
         counts = f"bare {len(ledger.charges(bare.order_id))}, celery_idem {len(ledger.charges(idem.order_id))}"
         self._clock.say(f"{number}. {scenario.title}: {counts}")
         return bare, idem
