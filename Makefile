@@ -3,7 +3,9 @@
 #   make demo [ARGS="--broker redis --store postgresql"]    see it work
 #   make test    the whole suite, on real servers it starts itself      make unit    what needs no server
 #   make campaigns   long runs that print a table each: kills, outage, transactions, redelivery, throughput, floor,
-#                    governed-kills, ledger      make conformance   every broken action store against every case
+#                    governed-kills, ledger
+#   make chaos | bench | conformance | simulate | fuzz | mutants | model   the proofs: each a table, and without ARGS
+#                    its section of docs/explanation/evidence.md
 #   make matrix   every cell of pools x brokers x canvases x faults; writes docs/reference/matrix.md
 #   make matrix-versions   every Python found here with every Celery      make public-suites   two foreign projects' own tests
 #   make check   what CI runs: lint, types, test                        make clean   remove what was built here
@@ -27,8 +29,9 @@ DEMO_SERVERS := $(strip $(if $(findstring redis,$(ARGS)),redis-server) \
 DEMO_SPEC := .$(if $(DEMO_NAME),[$(DEMO_NAME)])
 
 .DEFAULT_GOAL := help
+PROOFS := chaos bench conformance simulate fuzz mutants model
 CAMPAIGNS := kills outage transactions redelivery throughput floor governed-kills ledger
-.PHONY: help demo test unit check guarantees matrix lint types campaigns $(CAMPAIGNS) matrix-versions public-suites conformance services clean
+.PHONY: help demo test unit check guarantees matrix lint types campaigns $(CAMPAIGNS) proofs $(PROOFS) matrix-versions public-suites services clean
 
 help:
 	@sed -n '3,$${/^#/!q; s/^# \{0,1\}//; p;}' Makefile
@@ -67,8 +70,10 @@ campaigns: $(CAMPAIGNS)
 $(CAMPAIGNS) matrix-versions public-suites: $(VENV)/.dev services
 	$(BIN)/python -m tests.campaigns.$(subst -,_,$@) $(ARGS)
 
-conformance: $(VENV)/.dev
-	$(BIN)/python -m tests.conformance.broken_actions
+proofs: $(PROOFS)
+
+$(PROOFS): $(VENV)/.dev services
+	$(if $(ARGS),,EVIDENCE_FILE=docs/explanation/evidence.md )$(BIN)/python -m tests.$@ $(ARGS)
 
 services:
 	@scripts/install-services
