@@ -2,7 +2,7 @@
 #
 #   make demo [ARGS="--broker redis --store postgresql"]    see it work
 #   make test    the whole suite, on real servers it starts itself      make unit    what needs no server
-#   make campaigns   long runs that print a table each: kills, outage, transactions, redelivery, throughput, floor,
+#   make campaigns   long runs that print a table each: kills, outage, transactions, redelivery, throughput,
 #                    governed-kills, ledger
 #   make chaos | bench | conformance | simulate | fuzz | mutants | model   the proofs: each a table, and without ARGS
 #                    its section of docs/explanation/evidence.md
@@ -30,7 +30,7 @@ DEMO_SPEC := .$(if $(DEMO_NAME),[$(DEMO_NAME)])
 
 .DEFAULT_GOAL := help
 PROOFS := chaos bench conformance simulate fuzz mutants model
-CAMPAIGNS := kills outage transactions redelivery throughput floor governed-kills ledger
+CAMPAIGNS := kills outage transactions redelivery throughput governed-kills ledger
 .PHONY: help demo test unit check guarantees matrix lint types campaigns $(CAMPAIGNS) proofs $(PROOFS) matrix-versions public-suites services clean
 
 help:
