@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import bootsteps
 from celery.app import app_or_default
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from celery_idem.governed.sql.store import SQLActionStore
 
 logger = logging.getLogger("celery_idem")
+
+_T = TypeVar("_T")
 
 PAGE = 1000
 DOUBLED = 5
@@ -65,7 +67,7 @@ class _Sweep:
     def run(self) -> None:
         """Reap, then publish; what the store raises is raised."""
         governance = governance_of(self._app)
-        with governance.open_store() as store:
+        with _opened(governance.open_store()) as store:
             store.listener = self._heard
             with background_gate:
                 store.recover_expired_leases()
@@ -73,9 +75,7 @@ class _Sweep:
             if not lost or self._stopping():
                 return
             try:
-                with ExitStack() as stack:
-                    with background_gate:
-                        producer = stack.enter_context(own_producer(self._app))
+                with _opened(own_producer(self._app)) as producer:
                     self._publish(store, lost, producer)
             except StoreUnavailable:
                 raise
@@ -128,6 +128,19 @@ def _send(app: Celery, action_id: str, chain_id: str, producer: Any) -> None:
     first = tasks.pop()
     rest = {} if app.conf.task_protocol == 1 else {"chain": tasks}  # there each step is the link of the one before
     first.apply_async(producer=producer, **rest)
+
+
+@contextmanager
+def _opened(what: AbstractContextManager[_T]) -> Iterator[_T]:
+    """Open it and close it while no child is forked."""
+    with ExitStack() as stack:
+        with background_gate:
+            opened = stack.enter_context(what)
+        try:
+            yield opened
+        finally:
+            with background_gate:
+                stack.close()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -240,3 +241,48 @@ def test_the_step_begins_only_where_there_is_something_to_sweep(tmp_path: Path) 
         step.stop(parent)
         assert step._sweeper is None
         office.close()
+
+
+def test_no_child_is_forked_while_the_sweep_speaks_to_database_or_broker(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that inherits a lock which the sweep's thread held waits for it for ever: prefork replaces children at
+    any moment."""
+    office.approved()
+    office.idem.take()
+    office.idem.advance(121)
+    somebodys = threading.Lock()  # as kombu's and libpq's are: nobody makes it new in a child
+    parts = {"recover_expired_leases": office.store, "confirming_options": recovery_module, "_send": recovery_module}
+    inside, seen = threading.Event(), []
+
+    for name, owner in parts.items():
+        target = type(owner) if owner is office.store else owner
+        monkeypatch.setattr(target, name, holding(somebodys, inside, getattr(target, name)))
+    thread = threading.Thread(target=sweep, args=(office.app,))
+    thread.start()
+    while thread.is_alive():
+        if inside.wait(0.01):
+            inside.clear()
+            seen.append(forked_child_gets(somebodys))
+    thread.join()
+    assert seen == [True] * len(parts)
+
+
+def holding(lock: threading.Lock, inside: threading.Event, call: Any) -> Any:
+    """The call, under the lock, and slow enough for a fork to begin in it."""
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            inside.set()
+            time.sleep(0.2)
+            return call(*args, **kwargs)
+
+    return slow
+
+
+def forked_child_gets(lock: threading.Lock) -> bool:
+    """Fork now; whether the child can take the lock."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if lock.acquire(timeout=2) else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
