@@ -13,13 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from celery_idem.conformance.case import Breach, expect
+from celery_idem.conformance.case import Breach, Case, adding_to, expect
 from celery_idem.conformance.harness import Harness, Tamper
 from celery_idem.errors import ActionStoreError
 from celery_idem.governed import records
 from celery_idem.governed.canonical import digest_json
 from celery_idem.governed.records import Action, GateAuthorization, Receipt
 from celery_idem.governed.store import ActionStore
+
+CASES: list[Case] = []
+"""In the order their modules were imported."""
+case = adding_to(CASES)
 
 ALPHA, BETA = "alpha", "beta"
 RECEIPT = (

@@ -4,46 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    from celery_idem.conformance.bench import Bench
-
-Check: TypeAlias = "Callable[[Bench], None]"
+Check: TypeAlias = Callable[[Any], None]
+"""Takes the bench of its suite."""
 
 
 class Breach(AssertionError):
-    """The store does not keep the invariant: the message says what it did."""
+    """The store does not keep the rule: the message says what it did."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One check of one invariant."""
+    """One check of one rule."""
 
-    invariant: str
-    """``I1`` to ``I11``."""
+    rule: str
+    """``S1`` to ``S9``, ``R1`` to ``R12`` or a verb for claim stores; ``I1`` to ``I11`` for action stores."""
     name: str
     """``I4.a_validator_that_raises_changes_nothing``."""
     catches: str
     """The broken store it is about: the first sentence of the check's docstring."""
     needs: tuple[str, ...]
-    """Of ``tamper``, ``list_events`` and ``list_dead_letters``."""
+    """Members of the harness, or verbs outside the contract, that not every store can have."""
     check: Check
 
 
-CASES: list[Case] = []
-"""In the order their modules were imported."""
+def adding_to(cases: list[Case]) -> Callable[..., Callable[[Check], Check]]:
+    """The decorator ``case(rule, *needs)``: it adds the function to these cases, under the rule and its own name."""
 
+    def case(rule: str, *needs: str) -> Callable[[Check], Check]:
+        def add(check: Check) -> Check:
+            catches = " ".join((check.__doc__ or "").split("\n\n", maxsplit=1)[0].split())
+            cases.append(Case(rule, f"{rule}.{check.__name__}", catches, needs, check))
+            return check
 
-def case(invariant: str, *needs: str) -> Callable[[Check], Check]:
-    """Add the function to the cases, under the invariant and its own name."""
+        return add
 
-    def add(check: Check) -> Check:
-        catches = " ".join((check.__doc__ or "").split("\n\n", maxsplit=1)[0].split())
-        CASES.append(Case(invariant, f"{invariant}.{check.__name__}", catches, needs, check))
-        return check
-
-    return add
+    return case
 
 
 def expect(kept: object, otherwise: str) -> None:

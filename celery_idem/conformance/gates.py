@@ -10,8 +10,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from celery_idem.conformance.bench import ALPHA, PATIENCE, Bench, authorize, told
-from celery_idem.conformance.case import Breach, case, expect
+from celery_idem.conformance.bench import ALPHA, PATIENCE, Bench, authorize, case, told
+from celery_idem.conformance.case import Breach, expect
 from celery_idem.errors import ActionStoreError, GateRefused
 from celery_idem.governed import records
 from celery_idem.governed.canonical import digest_json

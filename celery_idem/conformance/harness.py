@@ -6,33 +6,14 @@ to actions they proposed themselves, so all harnesses may lead to one database.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from celery_idem.conformance.clock import Clock
 from celery_idem.governed.records import Action, Receipt
 from celery_idem.governed.store import ActionStore
 
-START = 2_000_000_000.0
-"""Where a ``Clock`` starts: years from any real clock, so that a store which reads its own is found out."""
-
-
-class Clock:
-    """Seconds since 1970, for the store's clock; it stands still until the suite moves it, and threads may share it."""
-
-    def __init__(self, now: float = START) -> None:
-        self._now = now
-        self._lock = threading.Lock()
-
-    def __call__(self) -> float:
-        """What it shows."""
-        with self._lock:
-            return self._now
-
-    def advance(self, seconds: float) -> None:
-        """Let that time pass."""
-        with self._lock:
-            self._now += seconds
+__all__ = ["Clock", "Harness", "Tamper"]
 
 
 class Tamper(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from celery_idem.conformance.bench import ALPHA, LIFE, Bench, told
-from celery_idem.conformance.case import Breach, case, expect
+from celery_idem.conformance.bench import ALPHA, LIFE, Bench, case, told
+from celery_idem.conformance.case import Breach, expect
 from celery_idem.errors import ActionIdempotencyConflict, ActionStoreError
 from celery_idem.governed import records
 from celery_idem.governed.canonical import digest_json, same

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from celery_idem.conformance.bench import ALPHA, BETA, LEASE, LEASED, LIFE, Bench, seen_beside
-from celery_idem.conformance.case import case, expect
+from celery_idem.conformance.bench import ALPHA, BETA, LEASE, LEASED, LIFE, Bench, case, seen_beside
+from celery_idem.conformance.case import expect
 from celery_idem.conformance.verbs import VERBS, calls
 from celery_idem.errors import ActionTransitionError
 from celery_idem.governed import records

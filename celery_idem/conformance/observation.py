@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from celery_idem.conformance.bench import ALPHA, BETA, Bench, together, told
-from celery_idem.conformance.case import case, expect
+from celery_idem.conformance.bench import ALPHA, BETA, Bench, case, together, told
+from celery_idem.conformance.case import expect
 from celery_idem.errors import ActionStoreError
 from celery_idem.governed import records
 from celery_idem.governed.canonical import digest_json

@@ -14,7 +14,8 @@ from pathlib import Path
 from unittest import mock
 
 from celery_idem.conformance import actions
-from celery_idem.conformance.case import CASES, Case
+from celery_idem.conformance.actions import CASES
+from celery_idem.conformance.case import Case
 from celery_idem.conformance.sql import SQLHarness
 from tests.conformance import (  # noqa: F401  each adds its stores
     broken_dispatches,
@@ -33,9 +34,9 @@ def invariant_of(broken: type[BrokenStore]) -> str:
 def check(broken: type[BrokenStore], url: str, cases: Sequence[Case] = CASES) -> list[actions.CaseResult]:
     """What these cases say of it."""
     with ExitStack() as patched:
-        for target, name, value in (*broken.patches, (actions, "CASES", cases)):
+        for target, name, value in broken.patches:
             patched.enter_context(mock.patch.object(target, name, value))
-        return actions.run(lambda: SQLHarness(url, broken))
+        return [actions.SUITE.result(case, lambda: SQLHarness(url, broken)) for case in cases]
 
 
 def main() -> int:

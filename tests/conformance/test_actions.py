@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from celery_idem.conformance import actions
-from celery_idem.conformance.case import CASES
+from celery_idem.conformance.actions import CASES
 from celery_idem.conformance.sql import SQLHarness
 from celery_idem.errors import ConfigurationError
 from celery_idem.governed.sql.store import SQLActionStore
@@ -26,7 +26,7 @@ FIRST_OF_EACH = list({invariant_of(broken): broken for broken in reversed(BROKEN
 
 
 def shown(results: list[actions.CaseResult]) -> str:
-    return "\n".join(actions.table(results))
+    return "\n".join(actions.SUITE.table(results))
 
 
 def failed(results: list[actions.CaseResult]) -> set[str]:
@@ -125,7 +125,7 @@ class TestWhatCannotBeRun:
             return harness
 
         results = actions.run(locked_up, ["I1"])
-        tampering = {case.name for case in CASES if case.invariant == "I1" and "tamper" in case.needs}
+        tampering = {case.name for case in CASES if case.rule == "I1" and "tamper" in case.needs}
         assert {result.name for result in results if result.outcome == actions.NOT_RUN} == tampering == failed(results)
         assert all("no tamper hook" in result.told for result in results if not result.ok)
 
@@ -134,8 +134,8 @@ class TestTheReport:
     def test_a_store_that_does_not_conform_is_told_what_it_breaks(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        chosen = [case for case in CASES if case.invariant == "I9"]
-        monkeypatch.setattr(actions, "CASES", chosen)
+        chosen = [case for case in CASES if case.rule == "I9"]
+        monkeypatch.setattr(actions.SUITE, "cases", chosen)
         store = next(broken for broken in BROKEN if broken.__name__ == "NoWitnessWillDo")
         with pytest.raises(AssertionError, match="the store breaks I9") as caught:
             actions.assert_conforms(lambda: SQLHarness(f"sqlite:///{tmp_path / 'ledger.db'}", store))
@@ -159,7 +159,7 @@ class TestTheReport:
 
     def test_every_case_says_which_store_it_catches(self) -> None:
         assert all(case.catches.startswith("A store ") for case in CASES)
-        assert {case.invariant for case in CASES} == set(actions.INVARIANTS)
+        assert {case.rule for case in CASES} == set(actions.INVARIANTS)
         names = [case.name for case in CASES]
         assert len(names) == len(set(names))
 
