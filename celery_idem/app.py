@@ -21,7 +21,7 @@ from celery_idem.core.heartbeat import Heartbeat
 from celery_idem.core.local_cache import LocalCache
 from celery_idem.core.policy import Patterns, Policy
 from celery_idem.core.records import Kind
-from celery_idem.core.settings import PREFIX, Settings
+from celery_idem.core.settings import PREFIX, Settings, given_under
 from celery_idem.core.threads import gevent_patched
 from celery_idem.errors import ConfigurationError, StoreUnavailable
 from celery_idem.governed.settings import given_settings as governed_settings
@@ -53,11 +53,8 @@ def close_all() -> None:
 
 def given_settings(conf: Any) -> dict[str, Any]:
     """The ``idempotency_*`` settings of a Celery configuration under their bare names, its namespace removed."""
-    # Whatever stands in front is the namespace only if Celery finds the setting without it.
-    names = {name[name.index(PREFIX) :] for key in conf if PREFIX in (name := str(key).lower())}
-    missing = object()
-    found = {name.removeprefix(PREFIX): conf.get(name, missing) for name in names}
-    return {name: value for name, value in found.items() if value is not missing}
+    given, _ = given_under(PREFIX, conf)
+    return given
 
 
 class Runtime:

@@ -231,6 +231,16 @@ def checked(name: str, value: Any, *, shown_as: str | None = None) -> Any:
     return value
 
 
+def given_under(prefix: str, conf: Any) -> tuple[dict[str, Any], list[str]]:
+    """Settings by their bare names, namespace and prefix removed; and names that Celery does not read as written."""
+    # Whatever stands in front is the namespace only if Celery finds the setting without it.
+    names = {name[name.index(prefix) :] for key in conf if prefix in (name := str(key).lower())}
+    missing = object()
+    found = {name.removeprefix(prefix): conf.get(name, missing) for name in names}
+    given = {name: value for name, value in found.items() if value is not missing}
+    return given, [name for name in found if name not in given]
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """All settings of one app, checked."""

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from celery_idem.core.settings import BY_NAME as CORE
-from celery_idem.core.settings import Setting
+from celery_idem.core.settings import Setting, given_under
 from celery_idem.errors import ConfigurationError
 
 PREFIX = "governed_"
@@ -88,17 +88,14 @@ class GovernedSettings:
 
 def given_settings(conf: Any) -> dict[str, Any]:
     """The ``governed_*`` settings of a Celery configuration under their bare names, its namespace removed."""
-    # Whatever stands in front is the namespace only if Celery finds the setting without it.
-    names = {name[name.index(PREFIX) :] for key in conf if PREFIX in (name := str(key).lower())}
-    missing = object()
-    found = {name.removeprefix(PREFIX): conf.get(name, missing) for name in names}
-    unread = [name for name, value in found.items() if value is missing and name in _BY_NAME]
+    given, others = given_under(PREFIX, conf)
+    unread = [name for name in others if name in _BY_NAME]
     if unread:  # an approval that must be signed, say, and Celery does not see that it must
         raise ConfigurationError(
             f"{PREFIX}{unread[0]} is written so that Celery does not read it: give it the prefix its configuration "
             f"has, CELERY_{PREFIX.upper()}{unread[0].upper()} under namespace='CELERY', or write it in small letters"
         )
-    return {name: value for name, value in found.items() if value is not missing}
+    return given
 
 
 def _shown(name: str, value: Any) -> str:
