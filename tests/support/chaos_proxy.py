@@ -33,7 +33,7 @@ class ChaosProxy:
         dropped: how many replies were lost so far.
     """
 
-    def __init__(self, upstream_port: int, host: str = LOOPBACK) -> None:
+    def __init__(self, upstream_port: int, host: str = LOOPBACK, *, listen: str = LOOPBACK) -> None:
         self.refuse = False
         self.delay = 0.0
         self.blackhole = False
@@ -48,22 +48,23 @@ class ChaosProxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="chaos-proxy", daemon=True)
         self._thread.start()
-        self._server = self._call(asyncio.start_server(self._accept, host, 0))
+        self._listen = listen
+        self._server = self._call(asyncio.start_server(self._accept, listen, 0))
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     @classmethod
-    def before(cls, url: str) -> Self:
+    def before(cls, url: str, *, listen: str = LOOPBACK) -> Self:
         """Return a proxy in front of the server a URL names; :meth:`url` gives the way through it."""
         parts = urlsplit(url)
         if parts.port is None:
             raise ValueError(f"no port in {url!r}; name one")
-        return cls(parts.port, parts.hostname or LOOPBACK)
+        return cls(parts.port, parts.hostname or LOOPBACK, listen=listen)
 
     def url(self, url: str) -> str:
         """Return the same URL with the proxy's address in place of the server's."""
         parts = urlsplit(url)
         user, at, _ = parts.netloc.rpartition("@")
-        return urlunsplit(parts._replace(netloc=f"{user}{at}{LOOPBACK}:{self.port}"))
+        return urlunsplit(parts._replace(netloc=f"{user}{at}{self._listen}:{self.port}"))
 
     def drop_replies(self, after: int = 0) -> None:
         """Lose a reply: the server does the work, the client's connection breaks before it hears of it.

@@ -1,0 +1,46 @@
+"""``make chaos``: the same load and the same storm on celery_idem and on bare Celery, and what each made of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tests.campaigns.evidence import conclude
+from tests.campaigns.report import progress
+from tests.chaos.house import SYSTEMS, Steady
+from tests.chaos.netns import unavailable
+from tests.chaos.report import promises, tables
+from tests.chaos.run import Plan, Run, play
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Play every system, print the tables, and say which promise was broken."""
+    names = [system.name for system in SYSTEMS]
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=300, help="the storm over each pair of store and broker (300)")
+    parser.add_argument("--bare-seconds", type=float, help="the storm over each bare system (a third of the other)")
+    parser.add_argument("--seed", type=int, default=1, help="load and faults are drawn from it (1)")
+    parser.add_argument("--only", default=",".join(names), help=f"some of {','.join(names)}")
+    parser.add_argument("--rate", type=float, default=3.0, help="operations published a second (3)")
+    parser.add_argument("--every", type=float, default=2.4, help="seconds from fault to fault (2.4)")
+    parser.add_argument("--keep", help="a directory to copy the histories to")
+    given = parser.parse_args(argv)
+    left_out = unavailable()
+    if left_out:
+        progress(f"NO PARTITIONS IN THIS RUN: {left_out}")
+    runs: list[Run] = []
+    with Steady() as steady:
+        for system in [system for system in SYSTEMS if system.name in given.only.split(",")]:
+            bare = given.bare_seconds or given.seconds / 3
+            seconds = given.seconds if system.idempotent else bare
+            plan = Plan(given.seed, seconds, given.rate, given.every, partitions=not left_out, keep=given.keep)
+            progress(f"{system.title}: {seconds:g} s")
+            runs.append(play(system, steady, plan))
+            progress(f"{system.name}: {'; '.join(runs[-1].verdict.broken[:8]) or 'every rule held'}")
+    printed = tables(runs, left_out=left_out)
+    return conclude("chaos", f"Chaos, seed {given.seed}", printed, promises(runs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
