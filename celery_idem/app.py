@@ -203,10 +203,36 @@ class Runtime:
 
     def check(self) -> list[str]:
         """Warnings about settings, policies and store; ``ConfigurationError`` where a worker must not start."""
-        from celery_idem.publish import check_task
-
         if self.mode == "off":
             return ["mode is off: duplicates run"]
+        self.check_tasks()
+        warnings = (
+            ["mode is observe: duplicates run, and the log says what would be done"] if self.mode == "observe" else []
+        )
+        warnings += [f"idempotency_tasks names {glob!r}, which fits no task" for glob in self.idle_globs()]
+        if self.lacks_switch:
+            warnings.append(
+                "idempotency_tasks is set, but task_annotations does not name celery_idem:annotation: only tasks with "
+                "base=IdempotentTask are switched on"
+            )
+        early = [task.name for task in self.tasks() if acked_early(task)]
+        if early:
+            warnings.append(
+                f"{len(early)} tasks are acked before they run, {early[0]} among them, so a crash loses them: set "
+                "task_acks_late and task_reject_on_worker_lost"
+            )
+        warnings += self.check_store()
+        if not self.confirms_publishes():
+            warnings.append(
+                "the broker confirms no publish, so a connection that breaks may take a chain's next step with it: set "
+                'broker_transport_options = {"confirm_publish": True}'
+            )
+        return warnings
+
+    def check_tasks(self) -> None:
+        """``ConfigurationError`` where a worker must not start because of its tasks; the store is not asked."""
+        from celery_idem.publish import check_task
+
         for name, plain in self.app.tasks.items():
             if isinstance(getattr(plain, "idempotency", None), Policy):
                 raise ConfigurationError(
@@ -216,35 +242,26 @@ class Runtime:
         for task in self.tasks():
             check_task(task, self.policy_of(task))
             self._check_serializer(task)
-        warnings = (
-            ["mode is observe: duplicates run, and the log says what would be done"] if self.mode == "observe" else []
-        )
-        idle = self.patterns.idle(self.app.tasks) if self.settings["tasks"] else []
-        warnings += [f"idempotency_tasks names {glob!r}, which fits no task" for glob in idle]
-        if self.settings["tasks"] and not self.whole_app:
-            warnings.append(
-                "idempotency_tasks is set, but task_annotations does not name celery_idem:annotation: only tasks with "
-                "base=IdempotentTask are switched on"
-            )
-        early = [task.name for task in self.tasks() if not (task.acks_late or task.always_idempotent)]
-        if early:
-            warnings.append(
-                f"{len(early)} tasks are acked before they run, {early[0]} among them, so a crash loses them: set "
-                "task_acks_late and task_reject_on_worker_lost"
-            )
-        warnings += self.store.check()
-        shares = getattr(self.store, "shares_memory_with", None)
-        if shares is not None:
-            warnings += [w for w in [shares(self.app.conf.broker_write_url)] if w]
-        return warnings + self._unconfirmed()
 
-    def _unconfirmed(self) -> list[str]:
-        """Retries and parked copies are confirmed by us; what Celery publishes of a canvas is not."""
+    def check_store(self) -> list[str]:
+        """Warnings of the store itself; ``ConfigurationError`` where it cannot work."""
+        shares = getattr(self.store, "shares_memory_with", None)
+        found = self.store.check()
+        return found + [w for w in [shares and shares(self.app.conf.broker_write_url)] if w]
+
+    def idle_globs(self) -> list[str]:
+        """What ``idempotency_tasks`` names and no task fits."""
+        return self.patterns.idle(self.app.tasks) if self.settings["tasks"] else []
+
+    @property
+    def lacks_switch(self) -> bool:
+        """Whether ``idempotency_tasks`` is set, but nothing switches plain tasks on."""
+        return bool(self.settings["tasks"]) and not self.whole_app
+
+    def confirms_publishes(self) -> bool:
+        """Whether the broker confirms what Celery publishes of a canvas; retries and parked copies always are."""
         options = self.app.conf.broker_transport_options or {}
-        if options.get("confirm_publish") or self.app.connection_for_write().transport.driver_type != "amqp":
-            return []
-        text = "the broker confirms no publish, so a connection that breaks may take a chain's next step with it: set "
-        return [text + 'broker_transport_options = {"confirm_publish": True}']
+        return bool(options.get("confirm_publish")) or self.app.connection_for_write().transport.driver_type != "amqp"
 
     def _check_serializer(self, task: Idempotent) -> None:
         try:
@@ -274,6 +291,11 @@ class Runtime:
             self._heartbeat.stop()
         if self._store is not None:
             self._store.close()
+
+
+def acked_early(task: Idempotent) -> bool:
+    """Whether a crash loses the task's messages and nobody said so: a setting switched it on, and it acks first."""
+    return not (task.acks_late or task.always_idempotent)
 
 
 class CheckStore(bootsteps.StartStopStep):

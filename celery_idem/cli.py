@@ -37,6 +37,9 @@ from celery_idem.core import holder, keys
 from celery_idem.core.codec import Undecodable, decode_exception, decode_value
 from celery_idem.core.policy import UNSET, Policy
 from celery_idem.core.records import Kind, Outcome, Record, State
+from celery_idem.doctor import examine
+from celery_idem.doctor.finding import SEVERITIES, merged
+from celery_idem.doctor.settings import store_findings
 from celery_idem.errors import CeleryIdemError, RecordCorrupt
 from celery_idem.stores.base import Store
 from celery_idem.task import Idempotent
@@ -170,6 +173,31 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_shown, value)) or "-"
     return f"{value:g}" if isinstance(value, float) else "-" if value is None else text.printable(value)
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+@_command("doctor")
+@option("--store", "asks_store", is_flag=True, help="Ask the store as well, as `check` does.")
+@json_option
+@click.pass_context
+def doctor(ctx: click.Context, asks_store: bool) -> None:
+    """Find settings that do not go together.
+
+    Looks at Celery's settings and at ours, at every idempotent task and at the beat schedule, and says what to change.
+    Exit code 1 where there is a fault. Opens no connection, unless --store is given.
+    """
+    runtime = _runtime(ctx)
+    tasks_of(runtime)
+    found = examine(runtime.app)
+    if asks_store:
+        found = merged([*found, *store_findings(runtime)])
+    counts = {f"{severity}s": sum(one.severity == severity for one in found) for severity in SEVERITIES}
+    said = [text.finding_text(one) for one in found]
+    counted = ", ".join(f"{n} {word if n != 1 else word[:-1]}" for word, n in counts.items() if n)
+    say(ctx, "\n\n".join([*said, counted or "nothing found"]), {**counts, "findings": [one.shape() for one in found]})
+    ctx.exit(1 if counts["faults"] else 0)
 
 
 # --- show and list ---------------------------------------------------------------------------------------------------

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from celery_idem.core import holder
 from celery_idem.core.records import RECORD_VERSION, Kind, Note, Record, Right, State
+
+if TYPE_CHECKING:
+    from celery_idem.doctor.finding import Finding
 
 UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 KEY_SHOWN = 12
@@ -117,6 +122,19 @@ def scrubbed(text: str, secrets: Iterable[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, "**")
     return text
+
+
+# --- what the doctor found -------------------------------------------------------------------------------------------
+
+
+def finding_text(finding: Finding) -> str:
+    """A finding in a few lines, as wide as the terminal."""
+    width = max(40, min(120, shutil.get_terminal_size().columns))
+    lines = [f"{finding.severity.upper()}  {printable(finding.where)}  ({finding.rule})"]
+    for name in ("found", "why", "change"):
+        said = f"  {name:<8}{printable(getattr(finding, name))}"
+        lines += textwrap.wrap(said, width, subsequent_indent=" " * 10, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 # --- records as JSON -------------------------------------------------------------------------------------------------

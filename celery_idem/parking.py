@@ -90,11 +90,16 @@ def patience_of(task: Idempotent, request: Any) -> float:
 
     A hard limit that struck a copy that only waits would fail the message, which may be running elsewhere.
     """
+    return min((limit for limit in time_limits(task, request.timelimit) if limit), default=math.inf) / 3
+
+
+def time_limits(task: Idempotent, own: Any = None) -> tuple[float | None, float | None]:
+    """Hard and soft time limit in seconds: the message's own, else the task's, else the app's."""
     conf = task.app.conf
-    hard, soft = request.timelimit or (None, None)
+    hard, soft = own or (None, None)
     hard = hard or task.time_limit or conf.task_time_limit
     soft = soft or task.soft_time_limit or conf.task_soft_time_limit
-    return min((float(limit) for limit in (hard, soft) if limit), default=math.inf) / 3
+    return (float(hard) if hard else None), (float(soft) if soft else None)
 
 
 def publish_parked(task: Idempotent, request: Any, stamp: Stamp, wait: Wait) -> tuple[int, float]:

@@ -32,6 +32,8 @@ def transport_options(broker: str) -> dict[str, Any]:
         return {**options, "store_processed": True, "processed_folder": str(read), "polling_interval": 0.1}
     if broker.startswith(("redis:", "rediss:")):
         return {"global_keyprefix": f"{NAME}:"}
+    if broker.startswith(("amqp:", "amqps:", "pyamqp:")):
+        return {"confirm_publish": True}
     return {}
 
 
@@ -52,7 +54,8 @@ worker_enable_remote_control = False
 
 idempotency_store = environ.get("SHOP_STORE", f"sqlite:///{DIR / 'claims.db'}")
 idempotency_namespace = NAME
-idempotency_ttl = 600  # seconds a receipt is kept for duplicates; a day unless you say otherwise
+# Seconds a receipt is kept for duplicates, a day unless you say otherwise; longer than a broker's visibility timeout.
+idempotency_ttl = 7200
 
 governed_store = environ.get("SHOP_ACTIONS", f"sqlite:///{DIR / 'actions.db'}")
 # Seconds, all of them short because the demo waits for them; the defaults are 60, 30 and 120.

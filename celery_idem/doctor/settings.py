@@ -1,0 +1,163 @@
+"""Rules about the app's settings: what is on, where claims are kept, what broker and results do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from celery_idem.app import Runtime, given_settings
+from celery_idem.cli_text import duration, one_line
+from celery_idem.doctor.facts import Facts
+from celery_idem.doctor.finding import Finding
+from celery_idem.errors import ConfigurationError
+
+Rule = Callable[[Facts], Iterable[Finding]]
+
+
+def refused(error: ConfigurationError) -> Finding:
+    """What a worker does not start with."""
+    found, _, change = one_line(error).rpartition(": ")
+    return Finding("fault", "refused", "settings", found or change, "A worker refuses to start.", change)
+
+
+def store_findings(runtime: Runtime) -> list[Finding]:
+    """What the store says of itself, in the worker's words."""
+    if runtime.mode == "off":
+        return []
+    try:
+        warnings = runtime.check_store()
+    except ConfigurationError as error:
+        return [replace(refused(error), subject="idempotency_store")]
+    return [
+        Finding("risk", "store", "idempotency_store", found, "It may forget claims or completions.", change or found)
+        for found, _, change in (one.partition(": ") for one in warnings)
+    ]
+
+
+def switched_off() -> Finding:
+    """The mode that makes all other rules idle."""
+    why = "Nothing is claimed, and every duplicate runs."
+    return Finding("hint", "mode", "idempotency_mode", "off", why, 'idempotency_mode = "enforce"')
+
+
+def _mode(facts: Facts) -> Iterator[Finding]:
+    if facts.runtime.mode == "observe":
+        why = "Every duplicate runs, and the log says what would have been done."
+        yield Finding("hint", "mode", "idempotency_mode", "observe", why, 'idempotency_mode = "enforce"')
+
+
+def _nothing_on(facts: Facts) -> Iterator[Finding]:
+    if facts.nothing_on and given_settings(facts.conf):
+        yield Finding(
+            "risk",
+            "nothing-on",
+            "task_annotations",
+            "no idempotent task",
+            "Every duplicate runs: no task that this app imports is switched on.",
+            'task_annotations = ("celery_idem:annotation",), or base=IdempotentTask; name task modules in `imports`',
+        )
+
+
+def _patterns(facts: Facts) -> Iterator[Finding]:
+    for glob in facts.runtime.idle_globs():
+        why = "It fits no task, so whatever was meant has other options or none."
+        yield Finding("risk", "idle-pattern", "idempotency_tasks", repr(glob), why, f"correct or remove {glob!r}")
+    if facts.runtime.lacks_switch:
+        yield Finding(
+            "risk",
+            "no-switch",
+            "task_annotations",
+            "idempotency_tasks is set, celery_idem:annotation is not named",
+            "Only tasks with base=IdempotentTask are switched on.",
+            'task_annotations = ("celery_idem:annotation",)',
+        )
+
+
+def _memory_store(facts: Facts) -> Iterator[Finding]:
+    url = facts.runtime.store_url or ""
+    if url.startswith("memory:") and facts.broker != "memory" and not facts.conf.task_always_eager:
+        yield Finding(
+            "fault",
+            "memory-store",
+            "idempotency_store",
+            f"memory://, broker {facts.broker}",
+            "Each process remembers its own records only, so a duplicate in another process runs.",
+            'idempotency_store = "redis://localhost/2"',
+        )
+
+
+def _file_store(facts: Facts) -> Iterator[Finding]:
+    if (facts.runtime.store_url or "").startswith("sqlite:") and facts.broker_is_remote:
+        yield Finding(
+            "risk",
+            "file-store",
+            "idempotency_store",
+            f"a SQLite file, and {facts.broker} on another machine as broker",
+            "Workers on two machines have two files, and a duplicate on the other machine runs.",
+            'idempotency_store = "postgresql+psycopg2://user@host/db", unless all workers are on one machine',
+        )
+
+
+def _deduplicates_twice(facts: Facts) -> Iterator[Finding]:
+    late = any(task.acks_late for task in facts.tasks)
+    if facts.conf.worker_deduplicate_successful_tasks and facts.keeps_results and late:
+        yield Finding(
+            "fault",
+            "deduplicated-twice",
+            "worker_deduplicate_successful_tasks",
+            "True",
+            "Celery drops a redelivered message from its result backend before celery_idem is asked, so a chord part "
+            "whose worker died is never counted.",
+            "worker_deduplicate_successful_tasks = False",
+        )
+
+
+def _unconfirmed(facts: Facts) -> Iterator[Finding]:
+    if facts.broker == "amqp" and facts.tasks and not facts.runtime.confirms_publishes():
+        yield Finding(
+            "risk",
+            "unconfirmed-publish",
+            "broker_transport_options",
+            "no confirm_publish, broker amqp",
+            "A connection that breaks may take a chain's next step with it, and nobody is told.",
+            'broker_transport_options["confirm_publish"] = True',
+        )
+
+
+def _visibility_elsewhere(facts: Facts) -> Iterator[Finding]:
+    said = (facts.conf.result_backend_transport_options or {}).get("visibility_timeout")
+    if said and facts.visibility is not None and float(said) != facts.visibility:
+        yield Finding(
+            "risk",
+            "visibility-elsewhere",
+            "result_backend_transport_options",
+            f"visibility_timeout {duration(float(said))} there, {duration(facts.visibility)} for the broker",
+            "Messages are given to other workers by the broker's timeout; the result backend's does nothing.",
+            f'broker_transport_options["visibility_timeout"] = {said}',
+        )
+
+
+def _results_before_redelivery(facts: Facts) -> Iterator[Finding]:
+    expires, visibility = facts.result_expires, facts.visibility
+    if facts.keeps_results and expires and visibility and expires < visibility and facts.tasks:
+        yield Finding(
+            "risk",
+            "results-before-redelivery",
+            "result_expires",
+            f"{duration(expires)}, visibility timeout {duration(visibility)}",
+            "When a killed worker's message comes back, the results its chord waits for are gone.",
+            f"result_expires = {int(visibility) * 2}",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    _mode,
+    _nothing_on,
+    _patterns,
+    _memory_store,
+    _file_store,
+    _deduplicates_twice,
+    _unconfirmed,
+    _visibility_elsewhere,
+    _results_before_redelivery,
+)
