@@ -215,7 +215,7 @@ def operation_of(
     generation = request.retries or 0
     if not isinstance(generation, int) or not 0 <= generation < MOST:
         raise ConfigurationError(
-            f"{task.name}[{request.id}] says retries={generation!r}: send it with a count of retries"
+            f"{task.name}[{request.id}] says retries={generation!r:.80}: send it with a count of retries"
         )
     return Operation(
         key=keys.effective_key(runtime.namespace, scope, name, depth, stamp.key),
@@ -249,7 +249,11 @@ def _depth(request: Any, name: str) -> int:
     Another task in a replacement is the same operation as anywhere else. Where a plain task replaced itself, after
     others that are not known, only the depth is sure to be new.
     """
-    nesting = int(request.replaced_task_nesting or 0)
+    nesting = request.replaced_task_nesting or 0
+    if not isinstance(nesting, int) or not 0 <= nesting < MOST:
+        raise ConfigurationError(
+            f"{name}[{request.id}] says replaced_task_nesting={nesting!r:.80}: send it with a count of replacements"
+        )
     names = replaced_names(request)
     return nesting if (nesting > 1 if names is None else name in names) else 0
 

@@ -77,13 +77,17 @@ def _encode(value: object, trail: Trail) -> bytes:
 
 
 def _encode_mapping(value: Mapping[Any, object], trail: Trail) -> bytes:
-    if len(value) == 2 and value.keys() == {"__type__", "__value__"}:
+    return _encode_items(list(value.items()), value, trail)
+
+
+def _encode_items(items: list[tuple[Any, object]], value: object, trail: Trail) -> bytes:
+    if len(items) == 2 and {key for key, _ in items} == {"__type__", "__value__"}:
         raise _refusal(value, trail, 'is a mapping of "__type__" and "__value__", which kombu reads as another type')
     entries: dict[bytes, bytes] = {}
-    for key, item in value.items():
+    for key, item in items:
         below = (trail, key, trail[2] + 1)
         entries[key_form(key, below)] = _encode(item, below)
-    if len(entries) != len(value):
+    if len(entries) != len(items):
         raise _refusal(value, trail, "has two keys that are one key in JSON")
     return b"m%d:" % len(entries) + b"".join(key + entries[key] for key in sorted(entries))
 
@@ -165,19 +169,23 @@ def _encode_object(value: object, trail: Trail) -> bytes:
     if isinstance(value, (set, frozenset)):
         return b"e%d:" % len(value) + b"".join(sorted(_encode(item, below) for item in value))
     if isinstance(value, Mapping):
-        return _encode_mapping(value, trail)
+        return _encode_items(_ask(_items, value, trail), value, trail)
     if callable(dump := getattr(cls, "model_dump", None)):
         return _encode(_ask(functools.partial(dump, mode="python"), value, trail), below)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _encode_mapping(fields_of(value), trail)
+        return _encode_mapping(_ask(fields_of, value, trail), trail)
     raise _refusal(value, trail, f"is a {cls.__module__}.{cls.__qualname__}, which has no canonical form")
 
 
-def _ask(method: Callable[[object], object], value: object, trail: Trail) -> object:
+def _ask(method: Callable[[Any], Any], value: object, trail: Trail) -> Any:
     try:
         return method(value)
     except Exception as error:
         raise _refusal(value, trail, f"could not spell itself ({error!r:.200})") from error
+
+
+def _items(value: Mapping[Any, object]) -> list[tuple[Any, object]]:
+    return list(value.items())
 
 
 def fields_of(value: Any) -> dict[str, object]:

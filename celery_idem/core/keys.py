@@ -237,7 +237,15 @@ def _look_up(call: Bound, name: str) -> object:
         raise _Missing(f"there is no argument {first!r}: {_nearest(first, call.full)}", wrong=not call.open)
     value = call.full[first]
     for part in rest:
-        value = _step(value, part)
+        try:
+            value = _step(value, part)
+        except _Missing:
+            raise
+        except Exception as error:
+            kind = type(value).__name__
+            raise _Missing(
+                f"{part!r} of a {kind} cannot be read ({error!r:.200}): name another part", wrong=True
+            ) from error
     return value
 
 

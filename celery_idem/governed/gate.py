@@ -268,7 +268,10 @@ def _evidence_of(receipt: Receipt) -> dict[str, Any]:
     evidence = receipt.get("evidence")
     if not isinstance(evidence, Mapping):
         raise refused("evidence")
-    read = dict(evidence)
+    try:
+        read = dict(evidence)
+    except Exception as error:  # a mapping of somebody's own, which breaks while it is read
+        raise refused("evidence") from error
     if not same(digest_or_refusal(read, "evidence"), receipt.get("evidence_sha256")):
         raise refused("evidence_digest")
     return read

@@ -127,6 +127,11 @@ class _Unwritable:
     pass
 
 
+class _BreaksOff(UserDict[str, Any]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("broke off")
+
+
 WRONG = [
     Wrong("gate_count", message(), receipt={"kind": "acceptance"}),
     Wrong("gate_count", message(), receipt={"kind": GONE}),
@@ -138,6 +143,7 @@ WRONG = [
     Wrong("status", message(), receipt={"status": GONE}),
     Wrong("evidence", message(), receipt={"evidence": GONE}),
     Wrong("evidence", None),
+    Wrong("evidence", message(), receipt={"evidence": _BreaksOff(message())}),
     Wrong("evidence", "approved"),
     Wrong("evidence", [["decision", "approved"]]),
     Wrong("evidence", message(thread_id=math.nan)),

@@ -232,6 +232,16 @@ class Broken:
         raise RuntimeError("no")
 
 
+class Breaks(collections.UserDict[str, int]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("broke off")
+
+
+@dataclasses.dataclass
+class Unset:
+    sku: str = dataclasses.field(init=False)
+
+
 class Nested:
     def model_dump(self, mode: str) -> object:
         return self
@@ -254,6 +264,8 @@ class Nested:
         ({"x": {None: "a", "null": "b"}}, "argument.x has two keys"),
         ({"__type__": "decimal", "__value__": "1"}, "kombu reads as another type"),
         (Broken(), "could not spell itself (RuntimeError('no'))"),
+        (Breaks(a=1), "could not spell itself (RuntimeError('broke off'))"),
+        ([Unset()], "argument[0] could not spell itself (AttributeError("),
         (Nested(), "contains itself"),
         (1j, "argument is a builtins.complex"),
         (iter([]), "argument is a builtins.list_iterator"),

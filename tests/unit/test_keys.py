@@ -346,6 +346,20 @@ def test_a_part_that_is_not_there_is_no_key() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+class Refuses:
+    @property
+    def sku(self) -> str:
+        raise RuntimeError("no line here")
+
+
+def test_a_part_that_cannot_be_read_is_no_key_and_no_absent_part() -> None:
+    call = bind(plain, (Refuses(),), {})
+    with pytest.raises(KeyMissing, match=r"'sku' of a Refuses cannot be read \(RuntimeError\('no line here'\)\)"):
+        KeySource.parse("{a.sku}").digest(call=call)
+    with pytest.raises(ConfigurationError, match=r"fingerprint names 'a.sku', but 'sku' of a Refuses cannot be read"):
+        fingerprint(call, ["a.sku"])
+
+
 def test_a_key_part_with_no_form_is_named() -> None:
     with pytest.raises(NoCanonicalForm, match=r"^a\.items\[0\] is"):
         KeySource.parse("arguments").digest(call=bind(plain, ({"items": [object()]},), {}))

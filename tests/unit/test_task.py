@@ -717,6 +717,14 @@ def test_a_garbage_count_of_retries_fails_the_message_and_leaves_the_key_alone(s
     assert list(shop.store.find()) == []
 
 
+@pytest.mark.parametrize("nesting", [-1, 2**31, "1", 1.5, [1]])
+def test_a_garbage_count_of_replacements_fails_the_message_and_leaves_the_key_alone(shop: Shop, nesting: Any) -> None:
+    charge = charge_task(shop)
+    delivered = shop.deliver(shop.send(charge, 1), replaced_task_nesting=nesting)
+    assert isinstance(delivered.value, ConfigurationError)
+    assert list(shop.store.find()) == []
+
+
 @pytest.mark.parametrize("task_id", ["a\0b", "a\ud800b"])
 def test_a_task_id_no_store_can_keep_is_refused_before_publishing(shop: Shop, task_id: str) -> None:
     with pytest.raises(KeyMissing, match="task_id"):

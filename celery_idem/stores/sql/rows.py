@@ -62,7 +62,7 @@ def _row(values: Sequence[Any]) -> Row:
         token=_text(values[3]),
         fence=_number(values[5], 63),
         message_id=_text(values[6]),
-        generation=int(values[7]),
+        generation=_number(values[7], 63),
         attempts=_number(values[8], 31),
         answer=Answer(values[4]),
         unknown=bool(values[9]),
@@ -77,7 +77,7 @@ def _row(values: Sequence[Any]) -> Row:
         expires_at=float(values[18]),
         outcome=None if values[19] is None else _outcome(values[19:24]),
         notes={message_id: _note(note) for message_id, note in stored.items()},
-        record_version=int(values[25]),
+        record_version=_number(values[25], 31),
     )
     return Row(record, _number(values[1], 63), stored)
 
@@ -95,8 +95,8 @@ def _newer(values: Sequence[Any]) -> Row:
 def _number(value: Any, bits: int) -> int:
     """A number of a column of that many bits that can still grow: every write of the row would fail otherwise."""
     number = int(value)
-    if number >= 2**bits - 1:
-        raise OverflowError(f"{number} cannot grow")
+    if not -(2**bits) <= number < 2**bits - 1:
+        raise OverflowError(f"{number:.3g} cannot be kept, or cannot grow")
     return number
 
 
