@@ -2,8 +2,8 @@
 #
 #   make demo [ARGS="--broker redis --store postgresql"]    see it work
 #   make test    the whole suite, on real servers it starts itself      make unit    what needs no server
-#   make campaigns   long runs that print a table each: kills, outage, transactions, redelivery, throughput,
-#                    governed-kills, ledger
+#   make campaigns   long runs that print a table each: kills, outage, transactions, redelivery, governed-kills,
+#                    ledger
 #   make chaos | bench | conformance | simulate | fuzz | mutants | model   the proofs: each a table, and without ARGS
 #                    its section of docs/explanation/evidence.md
 #   make matrix   every cell of pools x brokers x canvases x faults; writes docs/reference/matrix.md
@@ -31,7 +31,7 @@ DEMO_SPEC := .$(if $(DEMO_NAME),[$(DEMO_NAME)])
 
 .DEFAULT_GOAL := help
 PROOFS := chaos bench conformance simulate fuzz mutants model
-CAMPAIGNS := kills outage transactions redelivery throughput governed-kills ledger
+CAMPAIGNS := kills outage transactions redelivery governed-kills ledger
 .PHONY: help demo test unit check guarantees matrix lint types campaigns $(CAMPAIGNS) proofs $(PROOFS) matrix-versions public-suites services clean
 
 help:
@@ -73,6 +73,8 @@ $(CAMPAIGNS) matrix-versions public-suites: $(VENV)/.dev services
 
 proofs: $(PROOFS)
 
+bench: $(VENV)/.bench
+
 $(PROOFS): $(VENV)/.dev services
 	$(if $(ARGS),,EVIDENCE_FILE=docs/explanation/evidence.md )$(BIN)/python -m tests.$@ $(ARGS)
 
@@ -95,6 +97,10 @@ $(BIN)/python:
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: pyproject.toml | $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	@touch $@
 
 $(DEMO_STAMP): pyproject.toml | $(BIN)/python

@@ -7,9 +7,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from tests.campaigns.evidence import conclude
+from tests.bench import page
 
-PARTS = ("engine",)
+PARTS = ("engine", "drain")
 """Modules of this package, in the order of the page."""
 
 
@@ -19,13 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="a tenth of everything: does it work, not how fast")
     arguments = parser.parse_args(argv)
-    printed: list[str] = []
+    printed: dict[str, str] = {}
     broken: list[str] = []
     for part in arguments.only.split(","):
         text, promises = importlib.import_module(f"tests.bench.{part}").run(arguments)
-        printed.append(text)
+        printed[part] = text
         broken += promises
-    return conclude("bench", "Speed", "\n\n".join(printed), broken)
+    return page.publish(printed, broken)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def conclude(name: str, title: str, printed: str, broken: Sequence[str]) -> int:
     page = os.environ.get("EVIDENCE_FILE")
     if page:
         verdict = "\n".join(f"- **Broken:** {line}" for line in broken) or "Every promise held."
-        write(Path(page), name, f"{printed}\n\n{verdict}\n\n{_origin(name)}")
+        write(Path(page), name, f"{printed}\n\n{verdict}\n\n{origin(name)}")
     return finish(title, printed, broken)
 
 
@@ -35,7 +35,8 @@ def write(page: Path, name: str, text: str) -> None:
     page.write_text(section.sub(lambda found: f"{found[1]}\n{text.strip()}\n\n{found[2]}", before))
 
 
-def _origin(name: str) -> str:
+def origin(name: str) -> str:
+    """Which command wrote it, when, from which commit, and on what."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     day = datetime.now(timezone.utc).date().isoformat()
     return (
