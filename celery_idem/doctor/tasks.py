@@ -178,7 +178,7 @@ def _short_lease(facts: Facts) -> Iterator[Finding]:
 def _short_ttl(facts: Facts) -> Iterator[Finding]:
     out = facts.visibility
     for task, policy in _each(facts):
-        if out and 0 < policy.ttl <= out:
+        if out and task.acks_late and 0 < policy.ttl <= out:  # what was acked before it ran does not come back
             by_message = facts.key_kind(task) == "message"
             yield _of(
                 task,

@@ -309,6 +309,7 @@ RULES = [
         [
             Shop({"broker_transport_options": {"visibility_timeout": 600}}, policy=Policy(ttl=3600)),
             Shop({"broker_transport_options": CONFIRMED}, policy=Policy(ttl=3600), broker=AMQP),
+            Shop(options={"acks_late": False}, policy=Policy(ttl=3600)),
         ],
     ),
     ("forgotten-before-redelivery", "risk", Shop(policy=Policy(key=ORDER, ttl=300)), [Shop(policy=Policy(key=ORDER))]),
