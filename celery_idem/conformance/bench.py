@@ -15,6 +15,7 @@ from typing import Any
 
 from celery_idem.conformance.case import Breach, Case, adding_to, expect
 from celery_idem.conformance.harness import Harness, Tamper
+from celery_idem.conformance.threads import together
 from celery_idem.errors import ActionStoreError
 from celery_idem.governed import records
 from celery_idem.governed.canonical import digest_json
@@ -41,8 +42,6 @@ RECEIPT = (
 LEASE = 60.0
 WINDOW = 600.0
 LOOKS = 3
-PATIENCE = 30.0
-"""Real seconds any thread may take."""
 
 LIFE = (
     records.STATE_PROPOSED,
@@ -352,26 +351,3 @@ def seen_beside(act: Callable[[], object], torn: Callable[[], str]) -> None:
     for answer in (acted, seen):
         expect(not isinstance(answer, Exception), f"with somebody reading beside it, {answer!r} was raised")
     expect(not seen, f"another handle saw {seen}")
-
-
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What each call returned, or the exception it raised, all of them started at once on threads of their own."""
-    start = threading.Barrier(len(calls))
-    answers: list[Any] = [Breach(f"a call did not come back within {PATIENCE:g} s")] * len(calls)
-
-    def run(number: int) -> None:
-        start.wait(PATIENCE)
-        try:
-            answers[number] = calls[number]()
-        except Exception as error:  # noqa: BLE001  the case judges it
-            answers[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    for answer in answers:
-        if isinstance(answer, Breach):
-            raise answer
-    return answers

@@ -7,8 +7,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from celery_idem.conformance.bench import ALPHA, BETA, LIFE, Bench, case, seen_beside, together
+from celery_idem.conformance.bench import ALPHA, BETA, LIFE, Bench, case, seen_beside
 from celery_idem.conformance.case import expect
+from celery_idem.conformance.threads import together
 from celery_idem.conformance.verbs import VERBS, ready
 from celery_idem.errors import ActionStoreError, ConfigurationError
 from celery_idem.governed import records

@@ -10,8 +10,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from celery_idem.conformance.bench import ALPHA, PATIENCE, Bench, authorize, case, told
+from celery_idem.conformance.bench import ALPHA, Bench, authorize, case, told
 from celery_idem.conformance.case import Breach, expect
+from celery_idem.conformance.threads import PATIENCE
 from celery_idem.errors import ActionStoreError, GateRefused
 from celery_idem.governed import records
 from celery_idem.governed.canonical import digest_json

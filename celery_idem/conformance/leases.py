@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from celery_idem.conformance.bench import ALPHA, BETA, LEASE, Bench, case, together
+from celery_idem.conformance.bench import ALPHA, BETA, LEASE, Bench, case
 from celery_idem.conformance.case import expect
+from celery_idem.conformance.threads import together
 from celery_idem.conformance.verbs import belonging_to, calls, ready
 from celery_idem.errors import ActionLeaseConflict
 from celery_idem.governed import records

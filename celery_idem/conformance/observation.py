@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from celery_idem.conformance.bench import ALPHA, BETA, Bench, case, together, told
+from celery_idem.conformance.bench import ALPHA, BETA, Bench, case, told
 from celery_idem.conformance.case import expect
+from celery_idem.conformance.threads import together
 from celery_idem.errors import ActionStoreError
 from celery_idem.governed import records
 from celery_idem.governed.canonical import digest_json

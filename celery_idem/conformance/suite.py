@@ -77,7 +77,7 @@ class Suite:
     def _outcome(self, case: Case, harness: Any) -> tuple[str, str, bool]:
         for need in case.needs:
             hook = need in self.hooks
-            if getattr(harness, need, None) is not None if hook else hasattr(harness.store, need):
+            if getattr(harness, need, None) not in (None, False) if hook else hasattr(harness.store, need):
                 continue
             if need in harness.excused:
                 return NOT_RUN, harness.excused[need], True

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from celery_idem.conformance.bench import ALPHA, PATIENCE, Bench, authorize, case
+from celery_idem.conformance.bench import ALPHA, Bench, authorize, case
 from celery_idem.conformance.case import expect
+from celery_idem.conformance.threads import PATIENCE
 from celery_idem.errors import GateRefused
 from celery_idem.governed import records
 from celery_idem.governed.records import Action, GateAuthorization, Receipt

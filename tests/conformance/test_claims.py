@@ -1,0 +1,106 @@
+"""The suite for claim stores: ours pass, and a store that breaks one rule is caught by its cases alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from celery_idem.conformance import claims
+from celery_idem.conformance.claim_stores import ALONE, MemoryHarness
+from celery_idem.stores.base import open_store
+from tests.conformance.relayed import in_order, run
+
+
+def shown(results: list[claims.CaseResult]) -> str:
+    return "\n".join(line[:2000] for line in claims.SUITE.table(results))
+
+
+def not_passed(results: list[claims.CaseResult]) -> list[str]:
+    return [result.name for result in results if result.outcome != claims.PASSED]
+
+
+def command(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-W", "error", "-m", module, *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=150, cwd=Path(__file__).parents[2])
+
+
+class TestStoresThatConform:
+    def test_memory_keeps_every_rule_that_a_process_can_break(self) -> None:
+        results = claims.run(MemoryHarness)
+        assert all(result.ok for result in results), shown(results)
+        assert not_passed(results) == in_order(*MemoryHarness.excused)
+
+    @pytest.mark.redis
+    def test_redis_keeps_every_rule_but_those_about_locks(self, redis_url: str) -> None:
+        results = run(redis_url)
+        assert all(result.ok for result in results), shown(results)
+        assert not_passed(results) == in_order("locked")
+
+    @pytest.mark.parametrize("driver", ["psycopg2", "psycopg"])
+    @pytest.mark.postgres
+    def test_postgresql_keeps_every_rule(self, driver: str, postgres_url: str) -> None:
+        results = run(re.sub(r"^postgresql\+\w+", f"postgresql+{driver}", postgres_url))
+        assert not_passed(results) == [], shown(results)
+
+    def test_sqlite_keeps_them_and_the_command_says_so(self, tmp_path: Path) -> None:
+        done = command("celery_idem.conformance.claims", f"sqlite:///{tmp_path / 'claims.db'}")
+        assert done.returncode == 0, done.stdout
+        assert done.stderr == ""
+        cases, without = len(claims.CASES), len(in_order("locked", *ALONE))
+        counted = f"{cases} cases of {len(claims.RULES)} rules: {cases - without} passed, 0 failed, {without} not run"
+        assert done.stdout.splitlines()[-1] == counted
+
+    def test_the_suite_needs_neither_celery_nor_pytest_nor_a_database_library(self) -> None:
+        script = (
+            "import sys, celery_idem.conformance.claims, celery_idem.conformance.claim_stores;"
+            "print([name for name in ('celery', 'pytest', 'redis', 'sqlalchemy') if name in sys.modules])"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        assert done.stdout.strip() == "[]", done.stderr
+
+
+class TestTheCommand:
+    def test_one_command_runs_the_suites_that_fit(self) -> None:
+        done = command("celery_idem.conformance", "memory://")
+        assert done.returncode == 0, done.stdout
+        assert f"{len(claims.CASES)} cases" in done.stdout
+        assert "invariants" not in done.stdout
+
+    @pytest.mark.parametrize("module", ["celery_idem.conformance", "celery_idem.conformance.claims"])
+    def test_it_says_how_it_is_used(self, module: str) -> None:
+        done = command(module, "claims.db")
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"usage: python -m {module} URL")
+
+    def test_it_leaves_a_place_with_claims_alone(self, tmp_path: Path) -> None:
+        url = f"sqlite:///{tmp_path / 'claims.db'}"
+        store = open_store(url)
+        store.create_schema()
+        from tests.support.operations import op
+
+        store.claim(op(), lease=60, ttl=60)
+        done = command("celery_idem.conformance", url)
+        assert done.returncode == 2
+        assert "give it an empty place" in done.stderr
+        assert len(list(store.find())) == 1
+        store.close()
+
+    @pytest.mark.parametrize("url", ["mysql://u:secret@localhost/d", "sqlite:///no/such/directory/a.db"])
+    def test_it_says_in_one_line_what_is_wrong_with_a_url(self, url: str) -> None:
+        done = command("celery_idem.conformance.claims", url)
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
+        assert "secret" not in done.stderr
+
+
+class TestTheCases:
+    def test_every_case_says_which_store_it_catches(self) -> None:
+        assert all(case.catches.startswith("A store ") for case in claims.CASES)
+        assert [rule for rule in claims.RULES if rule not in {case.rule for case in claims.CASES}] == []
+        assert {case.rule for case in claims.CASES} == set(claims.RULES)
+        names = [case.name for case in claims.CASES]
+        assert len(names) == len(set(names))
