@@ -5,6 +5,7 @@ Nothing here opens a connection or imports a broker's library. What cannot be kn
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -128,10 +129,11 @@ class Facts:
 
     def _queue(self, task: Idempotent) -> Any:
         try:
-            route = self.app.amqp.router.route({}, task.name)
+            route: Any = self.app.amqp.router.lookup_route(task.name)
         except Exception:  # noqa: BLE001  a router of the app's own, asked without arguments
-            route = {}
-        queue = route.get("queue") or getattr(task, "queue", None) or self.conf.task_default_queue
+            route = None
+        said = route.get("queue") if isinstance(route, Mapping) else route
+        queue = said or getattr(task, "queue", None) or self.conf.task_default_queue
         return self.app.amqp.queues.get(queue) if isinstance(queue, str) else queue
 
     @cached_property
