@@ -208,7 +208,8 @@ def leaf(tag: bytes, payload: bytes) -> bytes:
     return b"%b%d:%b" % (tag, len(payload), payload)
 
 
-def _shown(key: object) -> str:
+def shown(key: object) -> str:
+    """Print the key, however long it is and whatever its repr does."""
     try:
         return repr(key)[:60]
     except Exception:  # noqa: BLE001 - an int may be too long to print, and a key's own repr may raise anything
@@ -223,7 +224,7 @@ def _refusal(value: object, trail: Trail, why: str) -> NoCanonicalForm:
         if parent is None or (isinstance(step, str) and step.isidentifier()):
             steps.append(f"{step}" if parent is None else f".{step}")
         elif step is not None:
-            steps.append(f"[{_shown(step)}]")
+            steps.append(f"[{shown(step)}]")
         at = parent
     path = "".join(reversed(steps))
     if len(path) > 200:  # a value that contains itself has a path as long as it was followed

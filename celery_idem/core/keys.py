@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from celery_idem.core.canonical import NoCanonicalForm, canonical, fields_of, key_form, leaf, text_bytes
+from celery_idem.core.canonical import NoCanonicalForm, canonical, fields_of, key_form, leaf, shown, text_bytes
 from celery_idem.errors import ConfigurationError, KeyMissing
 
 KEY_VERSION = 1
@@ -307,11 +307,11 @@ class KeySource:
         """
         if isinstance(spec, KeySource):
             return spec
-        if spec == "message":
-            return cls("message")
-        if spec == "arguments":
-            return cls("arguments")
         if isinstance(spec, str):
+            if spec == "message":
+                return cls("message")
+            if spec == "arguments":
+                return cls("arguments")
             return cls("template", names=_template_names(spec), template=spec)
         if isinstance(spec, (list, tuple)):
             if not spec:
@@ -407,5 +407,5 @@ def _template_names(template: str) -> tuple[str, ...]:
 
 def _checked_name(name: object) -> str:
     if not isinstance(name, str) or not name.partition(".")[0].isidentifier() or not all(name.split(".")):
-        raise ConfigurationError(f'key names {name!r}: name an argument, or a part of it like "line.sku"')
+        raise ConfigurationError(f'key names {shown(name)}: name an argument, or a part of it like "line.sku"')
     return name

@@ -360,6 +360,22 @@ def test_a_part_that_cannot_be_read_is_no_key_and_no_absent_part() -> None:
         fingerprint(call, ["a.sku"])
 
 
+class Mute:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no equality")
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("spec", [Mute(), [Mute()], [10**5000]], ids=["object", "objects", "number"])
+def test_a_source_that_cannot_even_be_shown_is_refused(spec: object) -> None:
+    with pytest.raises(ConfigurationError):
+        KeySource.parse(spec)
+
+
 def test_a_key_part_with_no_form_is_named() -> None:
     with pytest.raises(NoCanonicalForm, match=r"^a\.items\[0\] is"):
         KeySource.parse("arguments").digest(call=bind(plain, ({"items": [object()]},), {}))
