@@ -75,6 +75,8 @@ class Verdict:
     """Lost before the product could do anything: the broker has no copy left, and one was never acked."""
     explained: int = 0
     unexplained: list[str] = field(default_factory=list)
+    twice: int = 0
+    """Unexplained ones of keys that were published twice."""
     overlaps: list[str] = field(default_factory=list)
     completions: list[str] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
@@ -226,10 +228,12 @@ class _Trial:
         (self.out.dropped if any(map(self._forgotten, messages)) else to).append(key)
 
     def _forgotten(self, key: str) -> bool:
-        """Whether a copy was published that nobody ever acked; asked only once the broker has none left.
+        """Whether a copy was published that nobody ever acked, and the broker would give none away any more.
 
         Only Redis gives each copy a tag of its own for all its deliveries. RabbitMQ's are numbers, and it forgets none.
         """
+        if any(event.key == key and not event["stuck"] for event in self.by_kind["left"]):
+            return False
         sent = sum(event.key == key for event in self.by_kind["sent"])
         acked = {event["tag"] for event in self.by_kind["acked"] if event.key == key}
         return sent > len(acked) and not any(tag.isdigit() for tag in acked | self._tags)
@@ -274,6 +278,7 @@ class _Trial:
             self.out.doubled.append(f"{key}: effects of {first.id} and {second.id}")
         else:
             self.out.unexplained.append(f"{key}: effects of {first.id} and {second.id}")
+            self.out.twice += sum(event.key == key for event in self.by_kind["published"]) > 1
 
     def _judge_overlaps(self) -> None:
         for key, runs in self.runs.items():

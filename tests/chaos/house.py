@@ -6,7 +6,9 @@ network is cut. What Celery does when its result backend fails is not what is me
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import mmap
 import os
 import struct
@@ -115,6 +117,7 @@ class Hurt:
     proxies: list[ChaosProxy]
     busy: bool = False
     """Whether a fault is under way."""
+    restarting: bool = False
 
 
 class Slot:
@@ -177,7 +180,10 @@ class House:
         self.resource = steady.resource()
         settings: dict[str, Any] = {"broker_heartbeat": HEARTBEAT, "result_expires": 86_400, **system.settings}
         settings["task_publish_retry_policy"] = {"max_retries": 300, "interval_start": 0, "interval_max": 0.5}
-        way = {"visibility_timeout": VISIBLE} if self._redis else {"confirm_publish": True}
+        way: dict[str, Any] = {"confirm_publish": True}
+        if self._redis:
+            # A sweeper that dies keeps all others from sweeping for five minutes, unless told otherwise.
+            way = {"visibility_timeout": VISIBLE, "unacked_mutex_expire": 5}
         settings["broker_transport_options"] = way
         if self.store is not None:
             settings |= {"idempotency_store": self.store.url, "idempotency_lease": LEASE}
@@ -233,6 +239,18 @@ class House:
                 return int(client.llen(self.tasks.queue)) + int(client.hlen("unacked"))
         with self.tasks.app.connection_for_read() as connection:
             return int(connection.default_channel.queue_declare(self.tasks.queue, passive=True).message_count)
+
+    def note_what_is_left(self) -> None:
+        """Write into the history which messages the broker still has, and whether it would ever give them away."""
+        if not self._redis:
+            return
+        with redis.Redis.from_url(self.broker.url, socket_timeout=5) as client:
+            queued = [(None, json.loads(raw)) for raw in client.lrange(self.tasks.queue, 0, -1)]
+            held = [(tag, json.loads(raw)[0]) for tag, raw in client.hgetall("unacked").items()]
+            for tag, message in queued + held:
+                stuck = tag is not None and client.zscore("unacked_index", tag) is None
+                (_, kwargs, _) = json.loads(base64.b64decode(message["body"]))
+                self.history.write("left", key=kwargs.get("key"), id=message["headers"]["id"], stuck=stuck or None)
 
     def note_records(self, records: dict[str, str]) -> None:
         """Write into the history what the store says about each record in the end; ``records`` names their keys."""

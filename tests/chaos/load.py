@@ -93,7 +93,8 @@ class Publisher:
     def __init__(self, tasks: Any, history: History, items: Sequence[Item]) -> None:
         self._tasks, self._history, self._items = tasks, history, items
         self._thread = threading.Thread(target=self._run, name="chaos publisher", daemon=True)
-        self.refused = 0
+        self.unconfirmed: list[Item] = []
+        """Chords of which nobody knows how much was published."""
 
     def start(self) -> None:
         """Begin."""
@@ -125,10 +126,21 @@ class Publisher:
             heads, followers = work_of(item)
             told = {"key": item.key, "what": item.kind, "copy": item.copy, "heads": heads, "followers": followers}
             self._history.write("publishing", **told)
+            if self._confirmed(item):
+                self._history.write("published", **told)
+            else:
+                self.unconfirmed.append(item)
+
+    def _confirmed(self, item: Item) -> bool:
+        """Publish until it is confirmed; a chord only once, for its parts would come with another callback."""
+        while True:
             try:
                 publish(self._tasks, item)
             except Exception as error:
-                self.refused += 1
                 progress(f"the broker did not confirm {item.key}: {error!r}")
+                with self._tasks.app.connection_for_write() as connection:
+                    connection.ensure_connection(interval_start=0.2, interval_step=0, timeout=120)
+                if item.kind == "chord":
+                    return False
             else:
-                self._history.write("published", **told)
+                return True

@@ -52,6 +52,7 @@ class Run:
     died: int
     drained: float
     unconfirmed: int
+    """Chords of which nobody knows how much was published; their losses are not judged."""
 
 
 def play(system: System, steady: Steady, plan: Plan) -> Run:
@@ -68,10 +69,11 @@ def play(system: System, steady: Steady, plan: Plan) -> Run:
             if not publisher.join(120):
                 raise AssertionError("the publisher never ended")
             calm = time.monotonic()
-            _drain(house, storm, plan, _expected(items))
+            unknown = _expected(publisher.unconfirmed)
+            _drain(house, storm, plan, _expected(items) - unknown)
         drained = time.monotonic() - calm
         verdict = _judged(house, storm, plan)
-        return Run(system, plan, verdict, storm.without_target, storm.died, drained, publisher.refused)
+        return Run(system, plan, verdict, storm.without_target, storm.died, drained, len(publisher.unconfirmed))
 
 
 class _SentIsNoted:
@@ -107,6 +109,7 @@ def _drain(house: House, storm: Storm, plan: Plan, expected: set[str]) -> None:
 
 def _judged(house: House, storm: Storm, plan: Plan) -> Verdict:
     house.note_records(storm.bodies.records)
+    house.note_what_is_left()
     if plan.keep:
         Path(plan.keep).mkdir(parents=True, exist_ok=True)
         shutil.copy(house.history.path, Path(plan.keep) / f"{house.system.name}.history")

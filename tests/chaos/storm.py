@@ -54,14 +54,13 @@ class Tick:
 
 
 def schedule(seed: int, lasting: float, every: float, weights: Mapping[str, int]) -> list[Tick]:
-    """The faults of a run by time, on average one each ``every`` seconds."""
+    """The faults of a run in their order, on average one each ``every`` seconds."""
     dice = random.Random(f"faults {seed}")
-    ticks, at = [], every
-    while at < lasting:
-        (name,) = dice.choices(list(weights), weights=list(weights.values()))
-        ticks.append(Tick(at, name, dice.random()))
-        at += dice.uniform(0.5, 1.5) * every
-    return ticks
+    count, whole = int(lasting / every), sum(weights.values())
+    # As a deck of cards, so that also a short storm has its share of each.
+    deck = [name for name, weight in weights.items() for _ in range(max(1, round(count * weight / whole)))]
+    dice.shuffle(deck)
+    return [Tick(every * (n + dice.uniform(0.5, 1.5)), name, dice.random()) for n, name in enumerate(deck[:count])]
 
 
 class Bodies:
@@ -143,6 +142,9 @@ class Storm:
         """End every fault now, and have a whole fleet."""
         for thread in self._threads:
             thread.join(120)
+        for hurt in filter(None, (self.house.broker, self.house.store)):
+            if hurt.restarting:
+                raise AssertionError(f"{hurt.server.describe} did not come back:\n{hurt.server.log[-2000:]}")
         while self._later:
             heapq.heappop(self._later)[2]()
         self._housekeeping()
@@ -261,14 +263,14 @@ class Storm:
     def _restart(self, name: str, hurt: Hurt | None) -> bool:
         if hurt is None or hurt.busy:
             return False
-        hurt.busy = True
+        hurt.busy = hurt.restarting = True
         number = self._note(name)
 
         def killed() -> None:
             hurt.server.kill()
             hurt.server.start()
             self.house.history.write("healed", number=number)
-            hurt.busy = False
+            hurt.busy = hurt.restarting = False
 
         thread = threading.Thread(target=killed, name=name, daemon=True)
         thread.start()

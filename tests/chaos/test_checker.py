@@ -83,6 +83,11 @@ def test_what_is_never_acked_and_gone_from_the_broker_is_the_brokers_loss() -> N
     assert verdict.broken == []
 
 
+def test_what_the_broker_would_still_deliver_is_not_its_loss() -> None:
+    tale = Tale().published("a", copies=2).acked("a").say("left", "a")
+    assert only(tale.judged(), "lost: a")
+
+
 def test_rabbitmqs_tags_say_nothing_about_copies() -> None:
     tale = Tale().published("a").say("received", "a", tag="7")
     assert only(tale.judged(), "lost: a")
