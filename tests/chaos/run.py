@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from celery import signals
 from tests.campaigns.report import progress
 from tests.chaos import load, recorder
 from tests.chaos.checker import Verdict, judge
-from tests.chaos.history import read
+from tests.chaos.history import Event, read
 from tests.chaos.house import FLEET, LEASE, House, Steady, System, house_of
 from tests.chaos.resource import Resource
 from tests.chaos.storm import WEIGHTS, Storm, schedule
@@ -110,14 +111,24 @@ def _drain(house: House, storm: Storm, plan: Plan, expected: set[str]) -> None:
 def _judged(house: House, storm: Storm, plan: Plan) -> Verdict:
     house.note_records(storm.bodies.records)
     house.note_what_is_left()
-    if plan.keep:
-        Path(plan.keep).mkdir(parents=True, exist_ok=True)
-        shutil.copy(house.history.path, Path(plan.keep) / f"{house.system.name}.history")
-        logs = "\n".join(path.read_text(errors="replace") for path in house.tasks.dir.glob("*.log"))
-        (Path(plan.keep) / f"{house.system.name}.log").write_text(logs)
     resource = Resource(house.resource)
     try:
         effects = resource.effects()
     finally:
         resource.close()
+    if plan.keep:
+        _kept(house, effects, Path(plan.keep))
     return judge([*read(house.history.path), *effects], lease=LEASE, fenced=house.system.idempotent)
+
+
+def _kept(house: House, effects: list[Event], directory: Path) -> None:
+    """Copy history and logs there; the effects come after the history, in their order."""
+    directory.mkdir(parents=True, exist_ok=True)
+    place = directory / f"{house.system.name}.history"
+    shutil.copy(house.history.path, place)
+    with place.open("a") as file:
+        for effect in effects:
+            said = {"at": effect.at, "kind": effect.kind, "key": effect.key, "pid": effect.pid, **effect.more}
+            file.write(json.dumps(said) + "\n")
+    logs = "\n".join(path.read_text(errors="replace") for path in house.tasks.dir.glob("*.log"))
+    (directory / f"{house.system.name}.log").write_text(logs)
