@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from celery.beat import BeatLazyFunc
-from celery.schedules import crontab, maybe_schedule, schedule
+from celery.schedules import crontab, schedule
 
 from celery_idem.cli_text import duration
 from celery_idem.doctor.facts import Facts
@@ -69,16 +69,18 @@ def _what_never_changes(facts: Facts, entry: Mapping[str, Any], task: Idempotent
 
 def _shortest(facts: Facts, given: Any) -> float | None:
     """Seconds between two runs, where they are closest; None where that cannot be known."""
-    plan = maybe_schedule(given, app=facts.app)
-    if isinstance(plan, schedule):
-        every: timedelta = plan.run_every  # type: ignore[attr-defined]  # the stubs lack it
-        return every.total_seconds()
-    if not isinstance(plan, crontab):
+    if isinstance(given, schedule):
+        given = given.run_every  # type: ignore[attr-defined]  # the stubs lack it
+    if isinstance(given, timedelta):
+        given = given.total_seconds()
+    if isinstance(given, (int, float)):
+        return float(given)
+    if not isinstance(given, crontab):
         return None
     times = [datetime.now(timezone.utc)]
     with suppress(Exception):  # a crontab without a next time
         for _ in range(LOOKED_AHEAD):
-            last, delta, _now = plan.remaining_delta(times[-1])
+            last, delta, _now = given.remaining_delta(times[-1], tz=facts.app.timezone)
             times.append(last + delta)
     gaps = [(b - a).total_seconds() for a, b in pairwise(times[1:])]
     return min(gaps, default=None)

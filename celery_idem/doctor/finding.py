@@ -42,7 +42,8 @@ class Finding:
         if not self.tasks:
             return self.subject
         more = len(self.tasks) - NAMED
-        return ", ".join(self.tasks[:NAMED]) + (f" and {more} more" if more > 0 else "")
+        named = ", ".join(self.tasks[:NAMED]) + (f" and {more} more" if more > 0 else "")
+        return named if self.subject == "task" else f"{self.subject}: {named}"
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:

@@ -18,7 +18,7 @@ import pytest
 from celery import Celery
 from celery.beat import BeatLazyFunc
 from celery.bin.base import CLIContext
-from celery.schedules import crontab
+from celery.schedules import crontab, schedule
 from click.testing import CliRunner, Result
 from kombu import Queue
 
@@ -343,6 +343,8 @@ RULES = [
             Shop(beat(kwargs={"amount": BeatLazyFunc(int)}), policy=Policy(key="arguments")),
             Shop(beat(), policy=Policy(key="message")),
             Shop({"beat_schedule": {"other": {"task": "not.ours", "schedule": 60.0}}}, policy=Policy(key="arguments")),
+            fixed(schedule=None),
+            fixed(schedule="hourly"),
         ],
     ),
     (
@@ -354,6 +356,7 @@ RULES = [
             fixed(schedule=crontab(minute=0, hour=0, day_of_month=1)),
         ],
     ),
+    ("beat-key-never-changes", "fault", fixed(schedule=schedule(3600)), [fixed(schedule=schedule(90_000))]),
     (
         "beat-key-never-changes",
         "fault",
@@ -451,7 +454,7 @@ def test_the_command_on_a_sound_app() -> None:
 def test_a_fault_is_exit_code_1_and_a_risk_is_not() -> None:
     with opened(fixed(schedule=60.0)) as app:
         said = run(app, exit_code=1).stdout
-        assert said.startswith("FAULT  shop.charge  (beat-key-never-changes)\n")
+        assert said.startswith("FAULT  beat_schedule['nightly']: shop.charge  (beat-key-never-changes)\n")
         assert said.endswith("\n1 fault\n")
         told = json.loads(run(app, "--json", exit_code=1).stdout)
     assert told["faults"] == 1
