@@ -74,6 +74,7 @@ $(CAMPAIGNS) matrix-versions public-suites: $(VENV)/.dev services
 proofs: $(PROOFS)
 
 bench: $(VENV)/.bench
+mutants: $(VENV)/.mutants
 
 $(PROOFS): $(VENV)/.dev services
 	$(if $(ARGS),,EVIDENCE_FILE=docs/explanation/evidence.md )$(BIN)/python -m tests.$@ $(ARGS)
@@ -101,6 +102,10 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	@touch $@
+
+$(VENV)/.mutants: pyproject.toml | $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mutants]'
 	@touch $@
 
 $(DEMO_STAMP): pyproject.toml | $(BIN)/python

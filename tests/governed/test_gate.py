@@ -487,6 +487,12 @@ class TestEvidence:
         where = {"channel": "web", "thread_id": "t", "event_id": "e"}
         assert code_of(message_approval, action, principal="ann", decided_at=NOW, **where) == "payload"
 
+    @pytest.mark.parametrize("lifetime", [0, -1, math.nan, "an hour"])
+    def test_an_approval_lasts_more_than_no_time(self, lifetime: Any) -> None:
+        where = {"principal": "ann", "channel": "web", "thread_id": "t", "event_id": "e", "decided_at": NOW}
+        with pytest.raises(ConfigurationError, match="lifetime = "):
+            message_approval(ACTION, lifetime=lifetime, **where)
+
 
 anything = st.recursive(
     st.none()

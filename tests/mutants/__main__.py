@@ -1,0 +1,109 @@
+"""Change one thing in the mechanism, run the quick tests of that file, and see whether one of them fails; many times.
+
+What no test noticed has survived. Each survivor is judged in ``judged.txt``; those that are not are listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.campaigns.evidence import conclude
+from tests.campaigns.report import progress, table
+from tests.mutants.judged import PAGE, judgement, read
+from tests.mutants.making import drawn, mutants_of
+from tests.mutants.mutant import Mutant, Name
+from tests.mutants.running import Fate, Laboratory, laboratory
+from tests.mutants.targets import TARGETS, Target
+
+PATIENCE = 10.0, 3.0
+"""Seconds, and times what the tests take on the file as it is: longer than that, and a mutant hangs."""
+
+
+@dataclass
+class Report:
+    """What became of one file's mutants."""
+
+    target: Target
+    made: int = 0
+    fates: Counter[Fate] = field(default_factory=Counter)
+    judged: list[Mutant] = field(default_factory=list)
+    unjudged: list[Mutant] = field(default_factory=list)
+    sound: bool = True
+
+    @property
+    def row(self) -> list[object]:
+        """Its line of the table."""
+        run = sum(self.fates.values())
+        counts = [self.fates[fate] for fate in Fate]
+        return [self.target.file, self.made, run, *counts, len(self.judged), len(self.unjudged)]
+
+
+def experiment(place: Laboratory, target: Target, count: int | None, seed: int, judged: dict[Name, str]) -> Report:
+    """Run the target's tests on ``count`` of its mutants, or on all."""
+    report = Report(target)
+    status, took = place.run(target.tests)
+    if status != 0:
+        report.sound = False
+        progress(f"{target.file}: its tests fail without a mutant\n{place.output.read_text()[-2000:]}")
+        return report
+    mutants = mutants_of(place.tree, target.file)
+    report.made = len(mutants)
+    chosen = drawn(mutants, seed)[:count]
+    progress(f"{target.file}: {len(chosen)} of {len(mutants)} mutants, its tests take {took:.1f} s")
+    for number, mutant in enumerate(chosen, 1):
+        fate = place.fate(mutant, target.tests, PATIENCE[0] + PATIENCE[1] * took)
+        report.fates[fate] += 1
+        if fate is Fate.SURVIVED:
+            known = judgement(mutant, judged)
+            (report.unjudged if known is None else report.judged).append(mutant)
+            if known is None:
+                progress(f"survived: {mutant}")
+        if number % 20 == 0:
+            progress(f"{target.file}: {number} of {len(chosen)}")
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the mutants and print the table; exit status 1 at an unjudged survivor of a whole run."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--whole", action="store_true", help="every mutant of every file: hours")
+    parser.add_argument("--only", default="", help="files whose path contains one of these words, comma between")
+    parser.add_argument("--count", type=int, help="mutants of each file, instead of the number each file has")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw")
+    arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its servers and its copy of the tree go with it
+    words = arguments.only.split(",")
+    judged = read(PAGE.read_text())
+    reports = []
+    with laboratory() as place:
+        for target in TARGETS:
+            if any(word in target.file for word in words):
+                count = None if arguments.whole else arguments.count or target.drawn
+                reports.append(experiment(place, target, count, arguments.seed, judged))
+    return _conclude(reports, arguments.whole, judged)
+
+
+def _conclude(reports: Sequence[Report], whole: bool, judged: dict[Name, str]) -> int:
+    header = ("file", "mutants", "run", *(fate.value for fate in Fate), "judged equivalent", "not judged")
+    totals = [sum(column) for column in zip(*(report.row[1:] for report in reports), strict=True)]  # type: ignore[arg-type]
+    printed = [table(header, [*(report.row for report in reports), ["in all", *totals]])]
+    printed.append(_listed("Not judged yet", [f"{each}" for report in reports for each in report.unjudged]))
+    equivalent = [f"{each}\n    = {judgement(each, judged)}" for report in reports for each in report.judged]
+    printed.append(_listed("Judged: these change nothing that can be seen", equivalent))
+    broken = [f"the tests of {report.target.file} fail without a mutant" for report in reports if not report.sound]
+    if whole:
+        broken += [f"nobody judged the survivor {each}" for report in reports for each in report.unjudged]
+    return conclude("mutants", "Mutants", "\n\n".join(filter(None, printed)), broken)
+
+
+def _listed(title: str, entries: Sequence[str]) -> str:
+    return f"{title}:\n\n```text\n" + "\n".join(entries) + "\n```" if entries else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

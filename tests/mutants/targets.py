@@ -1,0 +1,57 @@
+"""Which files are changed, and the quick tests that ought to notice each change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """One file, what is run for each of its mutants, and how many of them a run without ``--whole`` draws."""
+
+    file: str
+    tests: tuple[str, ...]
+    """Words for pytest, the likeliest to notice first."""
+    drawn: int
+
+
+NO_PROCESSES = "not processes and not fifty and not stopped and not killed and not private and not forked"
+"""Left out of the contract: tests that start servers or processes of their own, too slow to ask a thousand times."""
+
+
+def _contract(*stores: str) -> tuple[str, ...]:
+    names = " or ".join(stores)
+    return (
+        "tests/contract/test_contract_table.py",
+        "tests/contract/test_contract_verbs.py",
+        "tests/contract/test_contract_rules.py",
+        "tests/contract/test_contract_upkeep.py",
+        f"-k=(unit or {names}) and {NO_PROCESSES}",
+    )
+
+
+LEDGER = (
+    "tests/governed/test_ledger_verbs.py",
+    "tests/governed/test_ledger_decisions.py",
+    f"-k=sqlite and {NO_PROCESSES}",
+)
+
+TARGETS = (
+    Target(
+        "celery_idem/governed/gate.py", ("tests/governed/test_gate.py", "tests/governed/test_no_way_around.py"), 140
+    ),
+    Target("celery_idem/core/decide.py", ("tests/unit/test_decide.py", "tests/unit/test_decide_properties.py"), 140),
+    Target(
+        "celery_idem/core/engine.py",
+        ("tests/unit/test_engine.py", "tests/unit/test_task.py", "tests/unit/test_transaction.py"),
+        70,
+    ),
+    Target("celery_idem/governed/sql/dispatch.py", LEDGER, 40),
+    Target("celery_idem/stores/sql/store.py", _contract("sqlite"), 40),
+    Target("celery_idem/core/run.py", ("tests/unit/test_engine.py", "tests/unit/test_task.py"), 60),
+    Target("celery_idem/stores/sql/rows.py", ("tests/unit/test_sql_rows.py", *_contract("sqlite")), 40),
+    Target("celery_idem/core/keys.py", ("tests/unit/test_keys.py", "tests/unit/test_canonical.py"), 60),
+    Target("celery_idem/governed/sql/lifecycle.py", LEDGER, 40),
+    Target("celery_idem/stores/redis/store.py", _contract("redis"), 40),
+)
+"""In the order of what a fault in them would cost."""
