@@ -16,6 +16,8 @@ from celery.bin.base import CLIContext
 from click.testing import CliRunner
 
 from celery_idem import DeliveriesExhausted, cli
+from celery_idem.governed import SQLActionStore
+from celery_idem.governed.chain import governance_of
 from tests.support.services import RedisServer
 from tests.support.workers import TaskApp, WorkerProc, wait_until
 
@@ -56,6 +58,28 @@ def pay(self, order, go="go"):
     write("runs", order, 0, 0)
     wait_for(go)
     return f"paid {{order}}"
+"""
+
+
+REFUNDS = f"""{HEAD}
+from celery_idem.governed import SQLActionStore, action, approve, propose
+from pydantic import BaseModel
+
+class Refund(BaseModel):
+    order: int
+
+@action("till.refund", payload=Refund)
+class RefundEndpoint:
+    def execute(self, request):
+        write("refunds", request.payload["order"])
+        return request.completed()
+
+    def observe(self, request):
+        return request.completed()
+
+def approved(order):
+    proposed = propose("till.refund", {{"order": order}}, idempotency_key=f"refund:{{order}}", app=app)
+    return approve(proposed["action_id"], principal="ann@example.org", app=app)["action_id"]
 """
 
 
@@ -119,6 +143,14 @@ def give_back(till: Till) -> None:
     """Have Redis give back what a killed worker held, without waiting for the visibility timeout."""
     with till.app.connection_for_write(transport_options={"visibility_timeout": 0}) as connection:
         connection.default_channel.qos.restore_visible(interval=1)
+
+
+def states(store: SQLActionStore, actions: list[str], state: str) -> None:
+    wait_until(lambda: all(store.get_action(a)["state"] == state for a in actions), 40, state)
+
+
+def told_of(store: SQLActionStore, action_id: str) -> set[str]:
+    return {event["event_type"] for event in store.list_events(action_id)}
 
 
 # --- a stuck key -----------------------------------------------------------------------------------------------------
@@ -264,3 +296,33 @@ def test_a_restored_backup_forgets_what_came_after_it_and_fences_go_on_growing(m
     assert len(till.runs(1)) == 1
     (_, before), (_, after) = till.runs(2)
     assert after > before
+
+
+def test_a_restored_ledger_dispatches_again_what_it_forgot_unless_admission_is_closed_first(
+    make: Any, tmp_path: Path
+) -> None:
+    place, backup = tmp_path / "actions.db", tmp_path / "backup.db"
+    url = f"sqlite:///{place}"
+    often = {"governed_sweep_interval": 0.5, "governed_sweep_grace": 0.5}
+    till = make(REFUNDS, store=url, governed_store=url, **often)
+    with closing(SQLActionStore(url)) as store:
+        store.create_schema()
+        one, two = till.module.approved(1), till.module.approved(2)
+        with closing(sqlite3.connect(place)) as source, closing(sqlite3.connect(backup)) as target:
+            source.backup(target)
+        with till.worker():
+            states(store, [one, two], "completed")
+    governance_of(till.app).close()
+    for left in tmp_path.glob("actions.db*"):
+        left.unlink()
+    backup.rename(place)
+    with closing(SQLActionStore(url)) as store:
+        store.set_admission(False, "restored", actor="bob@example.org")
+        with till.worker():
+            for action_id in (one, two):
+                wait_until(lambda a=action_id: "deferred" in told_of(store, a), 30, "the sweep to find both")
+            assert sorted(till.lines("refunds")) == [["1"], ["2"]]
+            store.reject(one, "done before the backup was restored", actor="bob@example.org")
+            store.set_admission(True, "looked at", actor="bob@example.org")
+            states(store, [two], "completed")
+    assert sorted(till.lines("refunds")) == [["1"], ["2"], ["2"]]
