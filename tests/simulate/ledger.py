@@ -1,0 +1,280 @@
+"""What a run must keep, whatever happened in it: written down as it goes, by nobody's word but the ledger's own.
+
+It knows leases from what the store answered and from the clock, not from the records; what bodies did; what was
+published and told. A rule that is broken becomes a line; a run without lines kept every promise.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from celery_idem.core.records import GRACE, Ended, Renewal, State
+
+if TYPE_CHECKING:
+    from tests.simulate.world import Worker, World
+
+READY = {"SUCCESS", "FAILURE"}
+
+
+@dataclass
+class Lease:
+    """A claim or a right to continue, as the store granted it."""
+
+    worker: str
+    life: int
+    key: str
+    message: str
+    right: bool
+    ends: float
+    dead: bool = False
+    """Its process died, and everybody on that machine can see it."""
+
+
+@dataclass
+class Run:
+    """One body."""
+
+    worker: str
+    life: int
+    key: str
+    message: str
+    generation: int
+    token: str
+    running: bool = True
+    effect: bool = False
+    landed: bool = False
+    """What became of it is in the store."""
+    excused: bool = False
+    """A fault fell on its worker before that."""
+    value: Any = None
+
+
+@dataclass
+class Ledger:
+    """The judge of one run."""
+
+    world: World
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    outcomes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """The record's outcome and the body's value, by key, as they first were."""
+    settled: set[tuple[str, str]] = field(default_factory=set)
+    children: dict[tuple[str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Ids under which a message's continuation was published, by message and task."""
+    published: dict[str, str] = field(default_factory=dict)
+    """Task of every message, by id."""
+    keys: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Key by message and task."""
+    dues: dict[tuple[str, int], float] = field(default_factory=dict)
+    """When each attempt of each message was due; one that is a minute late may be taken for lost."""
+    hits: set[str] = field(default_factory=set)
+    """Messages in whose hands a worker froze, or the store was down for long."""
+    verbs: int = 0
+    """Calls of the store that changed a record."""
+
+    def broken(self, rule: str, text: str) -> None:
+        """A promise is broken."""
+        self.world.tell(f"BROKEN: {rule}: {text}")
+        self.lines.append((rule, text))
+
+    # --- faults -------------------------------------------------------------------------------------------------------
+
+    def hit(self, *workers: Worker) -> None:
+        """A fault falls on these workers: what they have not recorded yet may have to be done again."""
+        for worker in workers:
+            who = (worker.name, worker.life)
+            if worker.delivery is not None:
+                worker.delivery.hit = True
+                self.hits.add(worker.delivery.id)
+            for run in self.runs:
+                run.excused = run.excused or ((run.worker, run.life) == who and not run.landed)
+            for lease in self.leases.values():
+                if (lease.worker, lease.life) == who:
+                    self.hits.add(lease.message)
+
+    def crashed(self, worker: Worker, *, seen: bool) -> None:
+        """The worker's process is gone."""
+        self.hit(worker)
+        for run in self.runs:
+            if (run.worker, run.life) == (worker.name, worker.life):
+                run.running = False
+        for lease in self.leases.values():
+            if (lease.worker, lease.life) == (worker.name, worker.life):
+                lease.dead = lease.dead or seen
+
+    # --- the store's answers ------------------------------------------------------------------------------------------
+
+    def claimed(self, worker: Worker, operation: Any, decision: Any) -> None:
+        """What ``claim`` answered."""
+        self.keys[(operation.delivery.message_id, operation.task)] = operation.key
+        claim = decision.claim
+        if claim is None:
+            return
+        message, key, now = operation.delivery.message_id, operation.key, self.world.clock.now
+        for token, other in self.leases.items():
+            same = other.key == key and other.right == claim.right and (not claim.right or other.message == message)
+            if same and token != operation.token and other.ends > now and not other.dead:
+                what = "a right to continue" if claim.right else "a claim"
+                self.broken(
+                    "no two hold one lease",
+                    f"{worker.name} was granted {what} of {message}, {other.worker} has it for {other.ends - now:g} s",
+                )
+        if operation.token not in self.leases:  # asked again, it got the same answer
+            ends = decision.now + claim.lease
+            self.leases[operation.token] = Lease(worker.name, worker.life, key, message, claim.right, ends)
+
+    def completed(self, claim: Any, ended: Ended) -> None:
+        """What ``complete`` answered."""
+        lease = self.leases.get(claim.token)
+        if lease is not None and ended is Ended.COMPLETED and claim.operation.delivery.continues:
+            if not lease.right:
+                lease.right, lease.ends = True, self.world.clock.now + claim.lease
+        else:
+            self.leases.pop(claim.token, None)
+        run = self._run_of(claim.token)
+        if run is not None and ended is Ended.COMPLETED:
+            run.landed = True
+
+    def released(self, claim: Any, ended: Ended) -> None:
+        """What ``release`` answered."""
+        self.leases.pop(claim.token, None)
+        run = self._run_of(claim.token)
+        if run is not None and ended is Ended.RELEASED:
+            run.landed = True
+
+    def renewed(self, claim: Any, renewal: Renewal) -> None:
+        """What ``renew`` answered about one claim."""
+        lease = self.leases.get(claim.token)
+        if lease is not None and renewal is Renewal.RENEWED:
+            lease.ends = self.world.clock.now + claim.lease
+        elif lease is not None and renewal is Renewal.LOST:
+            del self.leases[claim.token]
+
+    def settles(self, key: str, message: str) -> None:
+        """``settle`` was called and answered."""
+        self.settled.add((key, message))
+        for token in [
+            t for t, lease in self.leases.items() if lease.right and (lease.key, lease.message) == (key, message)
+        ]:
+            del self.leases[token]
+
+    def looked(self, key: str, before: Any, after: Any, token: str | None = None) -> None:
+        """The record around one verb, which was called under this token and alone."""
+        if before == after:
+            return
+        self.verbs += 1
+        if token is not None and before is not None and token not in _tokens(before):
+            self.broken("a late writer changes nothing", f"{before.state.value} of another became {after.state.value}")
+        if after is not None and after.state is State.COMPLETED:
+            run = self._run_of(after.token)
+            if key not in self.outcomes and (run is None or not run.effect):
+                self.broken("what is completed had its effect", f"{after.message_id} completed before its body")
+            first = self.outcomes.setdefault(key, (after.outcome, None if run is None else run.value))
+            if first[0] != after.outcome:
+                self.broken("a completed outcome never changes", f"{first[0]} became {after.outcome}")
+        elif key in self.outcomes:
+            self.broken("a completed outcome never changes", f"the record went on to {after and after.state.value}")
+        if before is not None and after is not None and after.fence < before.fence:
+            self.broken("a fence only grows", f"{before.fence} became {after.fence}")
+
+    def _run_of(self, token: str) -> Run | None:
+        return next((run for run in self.runs if run.token == token), None)
+
+    # --- bodies -------------------------------------------------------------------------------------------------------
+
+    def begins(self, worker: Worker, context: Any, message: str, generation: int) -> Run:
+        """A body begins."""
+        now = self.world.clock.now
+        if context.key in self.outcomes and not worker.delivery.hit:
+            self.broken("what is completed never runs again", f"{message} on {worker.name}")
+        for run in self.runs:
+            lease = self.leases.get(run.token)
+            if run.running and run.key == context.key and lease is not None and lease.ends > now and not lease.dead:
+                self.broken(
+                    "no two bodies run under a live lease", f"{message} on {worker.name}, {run.message} on {run.worker}"
+                )
+        late = self.dues.get((message, generation + 1), now) + GRACE <= now
+        for run in self.runs:
+            run.excused = run.excused or (late and (run.message, run.generation) == (message, generation))
+        run = Run(worker.name, worker.life, context.key, message, generation, context.token)
+        run.excused = worker.delivery.hit
+        self.runs.append(run)
+        return run
+
+    # --- what others see ----------------------------------------------------------------------------------------------
+
+    def publishes(self, worker: Worker | None, message: Any) -> None:
+        """A message reaches the broker."""
+        self.published[message.id] = message.task
+        if not message.park:
+            self.dues[(message.id, message.retries)] = message.due
+        delivery = None if worker is None else worker.delivery
+        if delivery is None or (message.id == delivery.id and message.task == delivery.task):
+            return
+        key = self.keys.get((delivery.id, delivery.task), "")
+        kind = self.outcomes.get(key, (None,))[0]
+        if kind is None and message.id == delivery.id:  # a replacement: told to nobody yet
+            return
+        if (key, delivery.id) in self.settled and not delivery.hit:
+            self.broken("after settle never again", f"{delivery.id} published {message.task} again")
+        ids = self.children[(delivery.id, message.slot)]
+        ids.add(message.id)
+        if len(ids) > 1 and not (self.world.faults["long outage"] and delivery.id in self.hits):
+            self.broken("a continuation keeps its ids", f"{delivery.id} published {message.slot} as {sorted(ids)}")
+
+    def answers(self, worker: Worker, task_id: str, state: str, value: Any) -> None:
+        """A result reaches the backend."""
+        delivery = worker.delivery
+        if state != "SUCCESS" or delivery is None:
+            return
+        key = self.keys.get((delivery.id, delivery.task), "")
+        if key not in self.outcomes and delivery.id not in self.hits:
+            self.broken("a value told is a value recorded", f"{task_id} on {worker.name}: {value!r} is in no record")
+        elif key in self.outcomes and self.outcomes[key][1] is not None and self.outcomes[key][1] != value:
+            self.broken("every copy tells the first value", f"{task_id}: {value!r} after {self.outcomes[key][1]!r}")
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Judge what is left when nothing moves any more."""
+        world = self.world
+        if world.endless:
+            self.broken("every run ends", f"{world.points} points, and {len(world.queue)} messages queued")
+            return
+        for message, task in self.published.items():
+            state = world.results.get(message, ("nothing", None))[0]
+            if state not in READY:
+                self.broken("no task is lost", f"{task}[{message}] ends as {state}")
+            record = world.peek(self.keys.get((message, task), ""))
+            note = None if record is None else record.note(message)
+            if record is None or note is None:
+                self.broken("no task is lost", f"{task}[{message}] has no record")
+            elif record.state is not State.COMPLETED and note.over < 0 and message not in self.hits:
+                self.broken(
+                    "what is told is recorded", f"{task}[{message}] is {record.state.value}, and nothing is over"
+                )
+        self._judge_effects()
+        sent = {(message, slot.partition("#")[0]) for message, slot in self.children}
+        for message, slot in world.expected:
+            if (message, slot) not in sent and world.results.get(message, ("",))[0] in READY:
+                self.broken("a continuation is published", f"{message} never published {slot}")
+
+    def _judge_effects(self) -> None:
+        done: dict[Any, list[Run]] = defaultdict(list)
+        for run in self.runs:
+            if run.effect:
+                done[(run.key, run.message, run.generation)].append(run)
+        for (_, message, generation), runs in done.items():
+            if sum(not run.excused for run in runs) > 1:
+                self.broken(
+                    "an effect doubles only under a fault", f"{message}, attempt {generation}: {len(runs)} times"
+                )
+
+
+def _tokens(record: Any) -> set[str]:
+    """Whose writes may change it."""
+    rights = (note.continuing for note in record.notes.values())
+    return {record.token, *(right.token for right in rights if right is not None)}
