@@ -62,7 +62,8 @@ class Runtime:
 
     def __init__(self, app: Celery) -> None:
         self.app = app
-        self.emit = Emitter(Outbox(app))
+        self.outbox = Outbox(app)
+        self.emit = Emitter(self.outbox)
         self._settings: Settings | None = None
         self._store: Store | None = None
         self._heartbeat: Heartbeat | None = None
@@ -72,6 +73,7 @@ class Runtime:
         self._policies: dict[str, Policy] = {}
         self._engines: dict[str, Engine] = {}
         self._fanouts: frozenset[str] | None = None
+        self._time_limits: tuple[Any, Any] | None = None
         self.whole_app = False
         """Whether a setting switches plain tasks on; ``optin`` says so."""
         self.confirming: Any = None
@@ -285,6 +287,13 @@ class Runtime:
             self._fanouts = frozenset(q.exchange.name for q in queues if q.exchange and q.exchange.type == "fanout")
         return exchange in self._fanouts
 
+    @property
+    def time_limits(self) -> tuple[Any, Any]:
+        """Hard and soft limit of tasks that have none of their own, read once, as Celery's pool reads them."""
+        if self._time_limits is None:
+            self._time_limits = (self.app.conf.task_time_limit, self.app.conf.task_soft_time_limit)
+        return self._time_limits
+
     def close(self) -> None:
         """Stop the heartbeat and give back every connection."""
         if self._heartbeat is not None:
@@ -314,7 +323,7 @@ class CheckStore(bootsteps.StartStopStep):
 
         runtime = runtime_of(self._app)
         if getattr(parent, "task_events", False):  # -E tells it to this worker, and to nobody else
-            self._app.conf.worker_send_task_events = True
+            runtime.outbox.switch_on()
         try:
             if runtime.whole_app:
                 switch_on_bound(self._app)

@@ -303,7 +303,7 @@ def _calm(ident: int) -> None:
 
 
 def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    return threading.get_ident() == threading.main_thread().ident
 
 
 def _wakeable() -> bool:

@@ -24,10 +24,23 @@ class Outbox:
         self._app = app
         self._pid = 0
         self._events: SimpleQueue[Event] = SimpleQueue()
+        self._listening: bool | None = None
+
+    @property
+    def listening(self) -> bool:
+        """Whether Celery's task events are on; asked of the configuration once, which takes its time to answer."""
+        if self._listening is None:
+            self._listening = bool(self._app.conf.worker_send_task_events)
+        return self._listening
+
+    def switch_on(self) -> None:
+        """The worker was told to on its command line."""
+        self._app.conf.worker_send_task_events = True
+        self._listening = None
 
     def __call__(self, event: Event) -> None:
         """Have the event sent some time soon."""
-        if not self._app.conf.worker_send_task_events:
+        if not self.listening:
             return
         if self._pid != os.getpid():
             self._pid, self._events = os.getpid(), SimpleQueue()

@@ -95,10 +95,10 @@ def patience_of(task: Idempotent, request: Any) -> float:
 
 def time_limits(task: Idempotent, own: Any = None) -> tuple[float | None, float | None]:
     """Hard and soft time limit in seconds: the message's own, else the task's, else the app's."""
-    conf = task.app.conf
     hard, soft = own or (None, None)
-    hard = hard or task.time_limit or conf.task_time_limit
-    soft = soft or task.soft_time_limit or conf.task_soft_time_limit
+    of_all = runtime_of(task.app).time_limits
+    hard = hard or task.time_limit or of_all[0]
+    soft = soft or task.soft_time_limit or of_all[1]
     return (float(hard) if hard else None), (float(soft) if soft else None)
 
 

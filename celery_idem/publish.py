@@ -75,6 +75,9 @@ class Parked:
         return json.dumps(facts, separators=(",", ":"))
 
 
+_NEVER = Parked()
+
+
 def copied(headers: Mapping[str, Any] | None) -> dict[str, Any]:
     """The headers another message may inherit from this copy."""
     return {name: value for name, value in (headers or {}).items() if not name.startswith(NOT_COPIED)}
@@ -86,15 +89,17 @@ def read_stamp(headers: Mapping[str, Any], task: str, message_id: str | None) ->
     A newer version is read for the fields this one knows.
     """
     facts = _json(headers.get(STAMP_HEADER))
-    stamp = Stamp(*(str(facts.get(name, "")) for name in ("task", "id", "key", "fp")))
-    own = stamp.task == task and stamp.message_id == message_id
-    return stamp if own and _is_hash(stamp.key) and (not stamp.fingerprint or _is_hash(stamp.fingerprint)) else None
+    if message_id is None or str(facts.get("task", "")) != task or str(facts.get("id", "")) != message_id:
+        return None
+    key, fingerprint = str(facts.get("key", "")), str(facts.get("fp", ""))
+    fits = _is_hash(key) and (not fingerprint or _is_hash(fingerprint))
+    return Stamp(task, message_id, key, fingerprint) if fits else None
 
 
 def read_parked(headers: Mapping[str, Any]) -> Parked:
     """What the headers say about parking; garbage counts as never parked."""
     if PARK_HEADER not in headers:
-        return Parked()
+        return _NEVER
     facts = _json(headers[PARK_HEADER])
     with suppress(KeyError, TypeError, ValueError, OverflowError):
         generation, count, expires = int(facts["generation"]), int(facts["count"]), facts.get("expires")
@@ -129,7 +134,7 @@ def derive(
             there is simply no fingerprint.
     """
     _storable(message_id)
-    source = keys.KeySource.parse(policy.key)
+    source = keys.key_source(policy.key)
     call = keys.bind(task.run, args, kwargs)
     try:
         digest = source.digest(message_id=message_id, call=call, explicit=explicit)
@@ -254,7 +259,7 @@ def _depth(request: Any, name: str) -> int:
         raise ConfigurationError(
             f"{name}[{request.id}] says replaced_task_nesting={nesting!r:.80}: send it with a count of replacements"
         )
-    names = replaced_names(request)
+    names = replaced_names(request) if nesting else None
     return nesting if (nesting > 1 if names is None else name in names) else 0
 
 
@@ -287,12 +292,13 @@ def _scope(policy: Policy, request: Any) -> str:
 
 
 def _json(header: Any) -> dict[str, Any]:
-    if isinstance(header, str):
-        with suppress(ValueError, RecursionError):
-            facts = json.loads(header)
-            if isinstance(facts, dict):
-                return facts
-    return {}
+    if not isinstance(header, str):
+        return {}
+    try:
+        facts = json.loads(header)
+    except (ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _is_hash(text: str) -> bool:

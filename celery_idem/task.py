@@ -72,8 +72,12 @@ def _body(self: Idempotent, *args: Any, **kwargs: Any) -> Any:
 
 def _stands_between(cls: type[Idempotent], method: str) -> bool:
     """Whether a base of the user's has its own method between ours and Celery's."""
-    mro = cls.__mro__
-    return next(c for c in mro[mro.index(Idempotent) + 1 :] if method in c.__dict__) is not Task
+    below = False
+    for base in cls.__mro__:
+        if below and method in base.__dict__:
+            return base is not Task
+        below = below or base is Idempotent
+    return True
 
 
 def _is_patched() -> bool:

@@ -135,7 +135,11 @@ Listener = Callable[[Event], None]
 
 
 class Emitter:
-    """Logs every event and hands it to the listeners; a listener that raises is logged, and the task goes on."""
+    """Logs every event and hands it to the listeners; a listener that raises is logged, and the task goes on.
+
+    A listener may have an attribute ``listening``: where it is false for all of them, and no log is kept at the event's
+    level, the event is not even made.
+    """
 
     def __init__(self, *listeners: Listener) -> None:
         self.listeners = list(listeners)
@@ -170,7 +174,7 @@ class Emitter:
                 logger.exception("an event listener raised on %s", name.value)
 
     def _anybody_hears(self, name: EventName) -> bool:
-        return bool(self.listeners) or logger.isEnabledFor(_level(name))
+        return logger.isEnabledFor(_level(name)) or any(getattr(heard, "listening", True) for heard in self.listeners)
 
 
 def _level(name: EventName) -> int:

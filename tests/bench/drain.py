@@ -69,8 +69,8 @@ class Servers:
         return f"sqlite:///{self.directory}/{name}.db" if store == "sqlite" else self.broker.new_database()
 
     def processes(self) -> list[psutil.Process]:
-        """Every server's main process."""
-        return [psutil.Process(self.broker.pid), psutil.Process(self.postgres.pid)]
+        """The main process of every server that is ours."""
+        return [psutil.Process(server.pid) for server in (self.broker, self.postgres) if server.private]
 
 
 @dataclass
@@ -216,19 +216,31 @@ def measure(made: Sequence[Contestant], scene: Scene, rounds: int, messages: int
                 contestant.done.append(run)
 
 
-HEADER = ("", "tasks/s", "of bare", "publish µs", "worker's main µs", "its pool µs", "servers µs", "sum of bare's")
+HEADER = (
+    "",
+    "tasks/s",
+    "of bare",
+    "sent and drained, of bare",
+    "send µs",
+    "main µs",
+    "pool µs",
+    "servers µs",
+    "CPU, of bare",
+)
 
 
 def rows_of(made: Sequence[Contestant]) -> list[list[Any]]:
-    """A line each: medians, and the median over the rounds of the share of the bare task's rate."""
+    """A line each: medians, and the median over the rounds of the shares of the bare task's rate."""
     bare = next(contestant for contestant in made if contestant.name == BARE)
     rows = []
     for contestant in made:
-        shares = [run.rate / other.rate for run, other in zip(contestant.done, bare.done, strict=True)]
+        pairs = list(zip(contestant.done, bare.done, strict=True))
+        drained = statistics.median(run.rate / other.rate for run, other in pairs)
+        both = statistics.median((other.publish + other.wall) / (run.publish + run.wall) for run, other in pairs)
         micro = [f"{1e6 * value:.0f}" for value in spent_of(contestant)]
         sums = sum(spent_of(contestant)[1:]) / max(sum(spent_of(bare)[1:]), 1e-9)
         rate = statistics.median(run.rate for run in contestant.done)
-        rows.append([contestant.name, f"{rate:.0f}", statistics.median(shares), *micro, sums])
+        rows.append([contestant.name, f"{rate:.0f}", drained, both, *micro, sums])
     return rows
 
 
@@ -244,7 +256,7 @@ def spent_of(contestant: Contestant) -> tuple[float, float, float, float]:
 
 def judged(scene: Scene, rows: Sequence[Sequence[Any]]) -> list[str]:
     """The promises this scene broke."""
-    shares = {row[0]: row[2] for row in rows}
+    shares, sent = {row[0]: row[2] for row in rows}, {row[0]: row[3] for row in rows}
     broken = []
     if scene.seconds:
         broken += [
@@ -253,8 +265,9 @@ def judged(scene: Scene, rows: Sequence[Sequence[Any]]) -> list[str]:
             if name in shares and shares[name] < least
         ]
     for ours, theirs in rivals.COMPARABLE:
-        if ours in shares and theirs in shares and shares[ours] <= shares[theirs]:
-            broken.append(f"{scene.title}: {ours} ({shares[ours]:.2f}) is behind {theirs} ({shares[theirs]:.2f})")
+        by = sent if theirs in rivals.WHEN_SENT else shares
+        if ours in by and theirs in by and by[ours] <= by[theirs]:
+            broken.append(f"{scene.title}: {ours} ({by[ours]:.2f}) is behind {theirs} ({by[theirs]:.2f})")
     return broken
 
 

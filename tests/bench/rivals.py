@@ -107,6 +107,8 @@ COMPARABLE = (
     ("celery_idem, redis", "celery-singleton"),
 )
 """Ours, and whom it must be ahead of."""
+WHEN_SENT = ("celery-once", "celery-singleton")
+"""Who does the work where a message is sent: compared by sending and draining together."""
 
 
 def _version(package: str) -> str | None:

@@ -1,0 +1,86 @@
+"""The bench itself works: a queue is drained and counted, a store filled, the page written. Not how fast."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from celery_idem.stores.base import open_store
+from tests.bench import drain, growth, page, plot, rivals
+from tests.support.services import PostgresServer, RedisServer
+
+PAGE = "<!-- {0}: written by make bench -->\n\n<!-- {0}: end -->\n"
+
+
+@pytest.mark.redis
+@pytest.mark.postgres
+def test_a_queue_is_drained_by_each_in_turn(
+    redis_server: RedisServer, postgres_server: PostgresServer, tmp_path: Path
+) -> None:
+    servers = drain.Servers(redis_server, postgres_server, tmp_path)
+    names = ("bare, late acks", "celery_idem, redis")
+    with drain.contestants(servers, names, "threads", 2) as made:
+        for contestant in made:
+            contestant.done.append(contestant.run(20, 0.0))
+        rows = drain.rows_of(made)
+        text = drain.duplicates_table(made, 10, 0.0)
+    assert [row[0] for row in rows] == list(names)
+    assert all(run.main > 0 and run.wall > 0 for contestant in made for run in contestant.done)
+    assert rows[0][2] == 1.0
+    assert text.count("\n") == 1 + len(names)
+
+
+def test_keys_repeat_as_often_as_they_should() -> None:
+    keys = drain.keys_of(100, 0.9, first=7)
+    assert len(keys) == 100
+    assert len(set(keys)) == 10
+    assert drain.keys_of(100, 0.9, first=7) == keys
+
+
+def test_who_is_behind_breaks_a_promise() -> None:
+    shares = (1, 1, 0.9, 0.9, 0.5, 0.95, 1, 0, 0)
+    rows = [[name, "1", share, share] for name, share in zip(rivals.ENTRIES, shares, strict=True)]
+    broken = drain.judged(drain.SCENES[1], rows)
+    assert broken == [
+        "prefork, 2 processes, 5 ms body: celery_idem, redis drains at 0.90 of bare Celery, not 0.95",
+        "prefork, 2 processes, 5 ms body: celery_idem, redis (0.90) is behind idemkit, redis (0.95)",
+        "prefork, 2 processes, 5 ms body: celery_idem, postgresql (0.90) is behind idemkit, postgresql (1.00)",
+    ]
+
+
+@pytest.mark.parametrize("kind", growth.KINDS, ids=lambda kind: kind.name)
+def test_a_store_is_filled_with_copies(kind: Any) -> None:
+    with ExitStack() as stack:
+        place = kind(stack)
+        store = open_store(place.url)
+        stack.callback(store.close)
+        store.create_schema()
+        (row, each), *_ = growth.grown(place, store, (100,), 4)
+        assert row[0] == f"{place.name}, 100"
+        assert each > 100
+        assert sum(1 for _ in store.find(limit=200)) == 1 + 100 + 5
+
+
+def test_the_page_the_plot_and_the_evidence_are_written(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    for name, sections in (("explanation/evidence.md", ["bench"]), ("reference/speed.md", ["speed-drain"])):
+        path = tmp_path / name
+        path.parent.mkdir()
+        path.write_text("".join(PAGE.format(section) for section in sections))
+    monkeypatch.setenv("EVIDENCE_FILE", str(tmp_path / "explanation" / "evidence.md"))
+    rows = "| | tasks/s | of bare |\n| --- | --- | --- |\n| bare | 100 | 1.00 |\n| celery_idem & co | 96 | 0.96 |\n"
+    assert page.publish({"drain": f"short\n\n{page.MORE}\n\n**a scene**\n\n{rows}"}, []) == 0
+    evidence, speed = (tmp_path / name for name in ("explanation/evidence.md", "reference/speed.md"))
+    assert "short" in evidence.read_text()
+    assert "a scene" not in evidence.read_text()
+    assert rows.strip() in speed.read_text()
+    drawn = ElementTree.parse(tmp_path / "reference" / "speed.svg")
+    assert [element.text for element in drawn.iter() if element.text in {"a scene", "celery_idem & co", "0.96"}]
+    assert "a scene" in capsys.readouterr().out
+
+
+def test_a_plot_of_nothing_is_a_picture_all_the_same() -> None:
+    assert ElementTree.fromstring(plot.shares("")).tag.endswith("svg")
