@@ -155,8 +155,11 @@ def test_what_comes_before_the_body_takes_a_third_of_the_time_limits(shop: Shop)
     assert patience(task, (9, None)) == 3
     assert patience(task, (None, 6)) == 2
     assert patience(bare, None) == float("inf")
+
+
+def test_a_task_without_limits_has_the_apps(shop: Shop) -> None:
     shop.app.conf.task_time_limit = 60
-    assert patience(bare) == 20
+    assert patience_of(shop.task(name="bare")(nothing), SimpleNamespace(timelimit=None)) == 20
 
 
 # --- what a copy keeps and loses ------------------------------------------------------------------
