@@ -296,6 +296,11 @@ class TestWhatIsRefused:
         with pytest.raises(GateRefused, match="nearest is message_delivery; missing: 'thread_id'; unknown: 'thread'"):
             judged(message(thread_id=GONE, thread="t-1"))
 
+    @pytest.mark.parametrize(("extra", "says"), [(5, r"'x3', 'x4'\)"), (6, r"'x3', 'x4', …\)")])
+    def test_of_many_fields_the_first_five_are_named(self, extra: int, says: str) -> None:
+        with pytest.raises(GateRefused, match=rf"missing: none; unknown: 'x0', 'x1', 'x2', {says}"):
+            judged({**message(), **{f"x{number}": "more" for number in range(extra)}})
+
 
 class TestWhatIsAuthorized:
     def test_an_approval_by_message(self) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tests.campaigns.evidence import conclude
 from tests.campaigns.report import progress, table
@@ -18,6 +19,7 @@ from tests.mutants.judged import PAGE, judgement, read
 from tests.mutants.making import drawn, mutants_of
 from tests.mutants.mutant import Mutant, Name
 from tests.mutants.running import Fate, Laboratory, laboratory
+from tests.mutants.session import Session
 from tests.mutants.targets import TARGETS, Target
 
 PATIENCE = 10.0, 3.0
@@ -43,8 +45,23 @@ class Report:
         return [self.target.file, self.made, run, *counts, len(self.judged), len(self.unjudged)]
 
 
-def experiment(place: Laboratory, target: Target, count: int | None, seed: int, judged: dict[Name, str]) -> Report:
-    """Run the target's tests on ``count`` of its mutants, or on all."""
+@dataclass(frozen=True)
+class Plan:
+    """What a run was asked for."""
+
+    whole: bool
+    count: int | None
+    seed: int
+    session: Session
+    judged: dict[Name, str]
+
+    def of(self, target: Target, mutants: Sequence[Mutant]) -> list[Mutant]:
+        """The mutants of this file to try."""
+        return drawn(mutants, self.seed)[: None if self.whole else self.count or target.drawn]
+
+
+def experiment(place: Laboratory, target: Target, plan: Plan) -> Report:
+    """Run the target's tests on its mutants, or on those drawn of them."""
     report = Report(target)
     status, took = place.run(target.tests)
     if status != 0:
@@ -53,16 +70,18 @@ def experiment(place: Laboratory, target: Target, count: int | None, seed: int, 
         return report
     mutants = mutants_of(place.tree, target.file)
     report.made = len(mutants)
-    chosen = drawn(mutants, seed)[:count]
+    chosen = plan.of(target, mutants)
     progress(f"{target.file}: {len(chosen)} of {len(mutants)} mutants, its tests take {took:.1f} s")
     for number, mutant in enumerate(chosen, 1):
-        fate = place.fate(mutant, target.tests, PATIENCE[0] + PATIENCE[1] * took)
+        fate = plan.session.known(mutant)
+        if fate is None:
+            fate = place.fate(mutant, target.tests, PATIENCE[0] + PATIENCE[1] * took)
+            plan.session.note(mutant, fate)
         report.fates[fate] += 1
         if fate is Fate.SURVIVED:
-            known = judgement(mutant, judged)
-            (report.unjudged if known is None else report.judged).append(mutant)
-            if known is None:
-                progress(f"survived: {mutant}")
+            equivalent = judgement(mutant, plan.judged) is not None
+            (report.judged if equivalent else report.unjudged).append(mutant)
+            progress(f"survived{', as judged' if equivalent else ''}: {mutant}")
         if number % 20 == 0:
             progress(f"{target.file}: {number} of {len(chosen)}")
     return report
@@ -75,28 +94,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="files whose path contains one of these words, comma between")
     parser.add_argument("--count", type=int, help="mutants of each file, instead of the number each file has")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
+    parser.add_argument("--session", type=Path, help="a file that remembers who died, for a run in several goes")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its servers and its copy of the tree go with it
     words = arguments.only.split(",")
-    judged = read(PAGE.read_text())
-    reports = []
+    session = Session(arguments.session)
+    plan = Plan(arguments.whole, arguments.count, arguments.seed, session, read(PAGE.read_text()))
+    chosen = [target for target in TARGETS if any(word in target.file for word in words)]
     with laboratory() as place:
-        for target in TARGETS:
-            if any(word in target.file for word in words):
-                count = None if arguments.whole else arguments.count or target.drawn
-                reports.append(experiment(place, target, count, arguments.seed, judged))
-    return _conclude(reports, arguments.whole, judged)
+        reports = [experiment(place, target, plan) for target in chosen]
+    return _conclude(reports, plan)
 
 
-def _conclude(reports: Sequence[Report], whole: bool, judged: dict[Name, str]) -> int:
+def _conclude(reports: Sequence[Report], plan: Plan) -> int:
     header = ("file", "mutants", "run", *(fate.value for fate in Fate), "judged equivalent", "not judged")
     totals = [sum(column) for column in zip(*(report.row[1:] for report in reports), strict=True)]  # type: ignore[arg-type]
     printed = [table(header, [*(report.row for report in reports), ["in all", *totals]])]
     printed.append(_listed("Not judged yet", [f"{each}" for report in reports for each in report.unjudged]))
-    equivalent = [f"{each}\n    = {judgement(each, judged)}" for report in reports for each in report.judged]
+    equivalent = [f"{each}\n    = {judgement(each, plan.judged)}" for report in reports for each in report.judged]
     printed.append(_listed("Judged: these change nothing that can be seen", equivalent))
     broken = [f"the tests of {report.target.file} fail without a mutant" for report in reports if not report.sound]
-    if whole:
+    if plan.whole:
         broken += [f"nobody judged the survivor {each}" for report in reports for each in report.unjudged]
     return conclude("mutants", "Mutants", "\n\n".join(filter(None, printed)), broken)
 

@@ -65,7 +65,8 @@ def _places(text: str) -> Iterator[tuple[str, int, tuple[int, int], str]]:
         operator = operator_class()
         positions = ((node, start) for node in ast_nodes(tree) for start, _ in operator.mutation_positions(node))
         for occurrence, (node, start) in enumerate(positions):
-            yield name, occurrence, start, _function(node)
+            if node.parent is None or node.parent.type != "parameters":  # the bare * there multiplies nothing
+                yield name, occurrence, start, _function(node)
 
 
 def _change(before: str, after: str) -> tuple[str, str]:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("celery_idem", "tests")
 OPTIONS = (
     *("-q", "-x", "--no-header", "--tb=line", "-p", "no:cacheprovider", "-p", "tests.mutants.quick"),
+    *("-p", "pytest_timeout"),
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # hypothesis is imported before pytest starts
 )
 _EPOCH = 1_000_000_000
@@ -46,7 +47,7 @@ class Laboratory:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.mutants.warm"],
             cwd=tree,
-            env={**os.environ, **environment, "PYTHONPATH": str(tree)},
+            env={**os.environ, **environment, "PYTHONPATH": str(tree), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -38,20 +38,20 @@ LEDGER = (
 
 TARGETS = (
     Target(
-        "celery_idem/governed/gate.py", ("tests/governed/test_gate.py", "tests/governed/test_no_way_around.py"), 140
+        "celery_idem/governed/gate.py", ("tests/governed/test_gate.py", "tests/governed/test_no_way_around.py"), 100
     ),
-    Target("celery_idem/core/decide.py", ("tests/unit/test_decide.py", "tests/unit/test_decide_properties.py"), 140),
+    Target("celery_idem/core/decide.py", ("tests/unit/test_decide.py", "tests/unit/test_decide_properties.py"), 100),
     Target(
         "celery_idem/core/engine.py",
         ("tests/unit/test_engine.py", "tests/unit/test_task.py", "tests/unit/test_transaction.py"),
-        70,
+        50,
     ),
-    Target("celery_idem/governed/sql/dispatch.py", LEDGER, 40),
-    Target("celery_idem/stores/sql/store.py", _contract("sqlite"), 40),
-    Target("celery_idem/core/run.py", ("tests/unit/test_engine.py", "tests/unit/test_task.py"), 60),
-    Target("celery_idem/stores/sql/rows.py", ("tests/unit/test_sql_rows.py", *_contract("sqlite")), 40),
-    Target("celery_idem/core/keys.py", ("tests/unit/test_keys.py", "tests/unit/test_canonical.py"), 60),
-    Target("celery_idem/governed/sql/lifecycle.py", LEDGER, 40),
-    Target("celery_idem/stores/redis/store.py", _contract("redis"), 40),
+    Target("celery_idem/governed/sql/dispatch.py", LEDGER, 36),
+    Target("celery_idem/stores/sql/store.py", _contract("sqlite"), 36),
+    Target("celery_idem/core/run.py", ("tests/unit/test_engine.py", "tests/unit/test_task.py"), 40),
+    Target("celery_idem/stores/sql/rows.py", ("tests/unit/test_sql_rows.py", *_contract("sqlite")), 30),
+    Target("celery_idem/core/keys.py", ("tests/unit/test_keys.py", "tests/unit/test_canonical.py"), 30),
+    Target("celery_idem/governed/sql/lifecycle.py", LEDGER, 30),
+    Target("celery_idem/stores/redis/store.py", _contract("redis"), 30),
 )
 """In the order of what a fault in them would cost."""

@@ -30,7 +30,9 @@ LIBRARIES = (
     "psycopg2",
     "psycopg",
     "cryptography.hazmat.primitives.asymmetric.ed25519",
+    "cryptography.hazmat.primitives.serialization",
     "pydantic",
+    "anyio",
     "httpx",
     "hypothesis.strategies",
 )
