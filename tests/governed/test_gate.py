@@ -190,6 +190,7 @@ WRONG = [
     Wrong("payload", message(), action={"payload_sha256": digest_json({"order": 8})}),
     Wrong("payload", message(), action={"payload_sha256": GONE}),
     Wrong("payload", message(), action={"payload": math.nan}),
+    Wrong("revision", message(revision=0)),
     Wrong("revision", message(revision=2)),
     Wrong("revision", message(revision=True)),
     Wrong("revision", message(revision=1.0)),
@@ -411,11 +412,14 @@ class TestShapes:
     @pytest.mark.parametrize(
         ("fields", "says"),
         [
-            ({"name": "message_delivery"}, "'message_delivery': give it a name of its own"),
+            ({"name": "_".join(("message", "delivery"))}, "'message_delivery': give it a name of its own"),
             ({"provenance_fields": MESSAGE_DELIVERY.provenance_fields}, "'message_delivery': the fields of one"),
             ({"provenance_fields": MESSAGE_DELIVERY.provenance_fields - {"channel"}}, "'message_delivery': the fields"),
             ({"provenance_fields": BOUNDED_GRANT.provenance_fields | {"more"}}, "'bounded_grant': the fields of one"),
-            ({"binding_method": "bounded_grant"}, "'bounded_grant': the binding method 'bounded_grant' is reserved"),
+            (
+                {"binding_method": "_".join(("bounded", "grant"))},
+                "'bounded_grant': the binding method 'bounded_grant' is reserved",
+            ),
         ],
     )
     def test_a_shape_that_could_be_taken_for_another_is_refused(self, fields: dict[str, Any], says: str) -> None:

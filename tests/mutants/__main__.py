@@ -110,6 +110,11 @@ def _conclude(reports: Sequence[Report], plan: Plan) -> int:
     header = ("file", "mutants", "run", *(fate.value for fate in Fate), "judged equivalent", "not judged")
     totals = [sum(column) for column in zip(*(report.row[1:] for report in reports), strict=True)]  # type: ignore[arg-type]
     printed = [table(header, [*(report.row for report in reports), ["in all", *totals]])]
+    if not plan.whole:
+        printed.append(
+            f"Drawn with seed {plan.seed}, one mutant of every place in a file before a second one of any. All of "
+            "them: `make mutants ARGS=--whole`."
+        )
     printed.append(_listed("Not judged yet", [f"{each}" for report in reports for each in report.unjudged]))
     equivalent = [f"{each}\n    = {judgement(each, plan.judged)}" for report in reports for each in report.judged]
     printed.append(_listed("Judged: these change nothing that can be seen", equivalent))
