@@ -18,6 +18,8 @@ from tests.chaos.history import Event
 FOREVER = float("inf")
 STRIKES = {"kill child", "kill worker", "kill main", "stop", "partition"}
 """Faults that part an effect from its completion."""
+SILENCES = {"partition", "store restart", "store cut before", "store cut after"}
+"""Faults that keep a store from answering."""
 
 
 @dataclass
@@ -37,6 +39,8 @@ class Attempt:
     """Whether that moment is known; a process may die by itself."""
     effect: Event | None = None
     completed: float = FOREVER
+    unrecorded: float = FOREVER
+    """When it gave up telling the store that it is complete, and its value went on to Celery all the same."""
     leased: float = 0.0
     """Until when at least its lease lived: the last claim or renewal that was confirmed, from when it was asked for."""
 
@@ -56,6 +60,11 @@ class Fault:
         if self.name not in STRIKES or attempt.pid not in self.pids or attempt.effect is None:
             return False
         return self.at < attempt.completed and self.until >= attempt.effect.at
+
+    def silences(self, attempt: Attempt) -> bool:
+        """Whether the store may have been silent for it after its body ended."""
+        there = not self.pids or attempt.pid in self.pids
+        return self.name in SILENCES and there and self.at < attempt.unrecorded and self.until >= attempt.ended
 
 
 @dataclass
@@ -79,6 +88,10 @@ class Verdict:
     """Unexplained ones of keys that were published twice."""
     overlaps: list[str] = field(default_factory=list)
     completions: list[str] = field(default_factory=list)
+    unrecorded: int = 0
+    """Completions whose value went on although the store was silent for a lease: answered, but not remembered."""
+    forgotten: list[str] = field(default_factory=list)
+    """The same where the store was not silent."""
     stale: list[str] = field(default_factory=list)
     refused: int = 0
     missing: list[str] = field(default_factory=list)
@@ -93,6 +106,7 @@ class Verdict:
             "effect doubled without a kill between effect and completion": self.unexplained,
             "two bodies at once under a live lease": self.overlaps,
             "completed twice": self.completions,
+            "completion not recorded, and the store was there": self.forgotten,
             "effect of a holder that was fenced out": self.stale,
             "continuation missing": self.missing,
             "continuation doubled": self.doubled,
@@ -120,6 +134,7 @@ class _Trial:
         self.faults = list(self._read_faults())
         self.attempts = {attempt.id: attempt for attempt in self._read_attempts()}
         self._place_effects()
+        self._place_failures()
         self._place_leases()
         self.keys_of_records = {e["record"]: e.key for e in self.by_kind["start"] if e["record"]}
         self.completions = self._read_completions()
@@ -135,6 +150,7 @@ class _Trial:
         self._judge_effects()
         self._judge_overlaps()
         self._judge_completions()
+        self._judge_unrecorded()
         self.out.replayed = sum(event["name"] == "REPLAYED" for event in self.by_kind["told"])
         return self.out
 
@@ -164,6 +180,13 @@ class _Trial:
             attempt = self.attempts.get(event["attempt"])
             if attempt is not None:
                 attempt.effect = event
+
+    def _place_failures(self) -> None:
+        named = {(e["id"], e["fence"]): self.attempts[e["attempt"]] for e in self.by_kind["start"]}
+        for event in self.by_kind["told"]:
+            attempt = named.get((event["message_id"], int(event["fence"] or 0)))
+            if attempt is not None and event["name"] == "COMPLETE_FAILED":
+                attempt.unrecorded = event.at
 
     def _place_leases(self) -> None:
         last: dict[str, float] = {}
@@ -222,7 +245,8 @@ class _Trial:
                     self._lose(key, [key, *event["heads"]], self.out.missing)
 
     def _done(self, key: str) -> bool:
-        return key in self.completions and any(run.effect and run.effect["accepted"] for run in self.runs[key])
+        happened = any(run.effect and run.effect["accepted"] for run in self.runs[key])
+        return happened and (key in self.completions or any(run.unrecorded < FOREVER for run in self.runs[key]))
 
     def _lose(self, key: str, messages: Sequence[str], to: list[str]) -> None:
         (self.out.dropped if any(map(self._forgotten, messages)) else to).append(key)
@@ -296,10 +320,18 @@ class _Trial:
                 if self.fenced and run.token in tokens and run.effect is not None and not run.effect["accepted"]:
                     self.out.completions.append(f"{key}: by {run.token}, whose effect was refused")
         answers: dict[str, set[Any]] = defaultdict(set)
+        unknown = {f"{run.key} by {run.id}" for run in self.attempts.values() if run.unrecorded < FOREVER}
         if self.fenced:
             for event in self.by_kind["answered"]:
-                answers[event.key].add(event["value"])
+                answers[event.key] |= {event["value"]} - unknown
         self.out.completions += [f"{key}: {len(values)} answers" for key, values in answers.items() if len(values) > 1]
+
+    def _judge_unrecorded(self) -> None:
+        for run in self.attempts.values():
+            if run.unrecorded < FOREVER and run.completed == FOREVER:
+                self.out.unrecorded += 1
+                if not any(fault.silences(run) for fault in self.faults):
+                    self.out.forgotten.append(f"{run.key}: by {run.id}")
 
 
 def _moment(attempt: Attempt) -> float:

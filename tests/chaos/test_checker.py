@@ -33,7 +33,7 @@ class Tale:
     def begins(self, key: str, name: str, fence: int = 1, pid: int = 1) -> Tale:
         token = f"t-{name}"
         self.say("claimed", pid=pid, token=token, fence=fence)
-        return self.say("start", key, pid, attempt=name, fence=fence, token=token, record=f"r-{key}")
+        return self.say("start", key, pid, id=key, attempt=name, fence=fence, token=token, record=f"r-{key}")
 
     def effect(self, key: str, name: str, fence: int = 1, *, accepted: bool = True) -> Tale:
         return self.say("effect", key, attempt=name, fence=fence, accepted=accepted)
@@ -193,6 +193,28 @@ def test_a_completion_by_one_whose_effect_was_refused() -> None:
 def test_two_answers_to_one_key() -> None:
     tale = Tale().published("a").runs("a", "one").say("answered", "a", value="another")
     assert only(tale.judged(), "completed twice: a")
+
+
+def unrecorded(fault: str) -> Verdict:
+    tale = Tale().published("a").begins("a", "one", pid=7).effect("a", "one")
+    if fault:
+        tale.fault(fault, 7, deadly=False)
+        healed = tale.events.pop()
+    tale.ends("a", "one", completes=False)
+    if fault:
+        tale.events.append(Event(tale.now + LEASE, healed.kind, more=healed.more))
+    tale.now += LEASE
+    tale.say("told", name="COMPLETE_FAILED", message_id="a", fence="1").say("answered", "a", value="a by one")
+    return tale.acked("a").runs("a", "two", fence=2, pid=8).judged()
+
+
+def test_a_completion_the_store_was_too_silent_for_is_no_loss_and_its_second_run_is_explained() -> None:
+    verdict = unrecorded("partition")
+    assert (verdict.broken, verdict.unrecorded, verdict.explained) == ([], 1, 1)
+
+
+def test_a_completion_that_was_not_recorded_although_the_store_was_there() -> None:
+    assert any(line.startswith("completion not recorded, and the store was there: a") for line in unrecorded("").broken)
 
 
 def test_an_old_fence_that_the_resource_took() -> None:
