@@ -207,7 +207,8 @@ class Run:
                 encoded, status = None, Status.ENCODE_FAILED
                 self._tell(EventName.ENCODE_FAILED, error=str(not_kept))
         ended = self._record(Outcome(kind, encoded))
-        if ended is Ended.LOST and not self.observe:
+        if not self.observe and (ended is Ended.LOST or (ended is None and self.lost)):
+            # Where the completion got no answer, the renewal thread may have heard meanwhile that the key is another's.
             return RunResult(Status.LEASE_LOST, decision=self.decision)
         right = None
         if ended is Ended.COMPLETED and self.operation.delivery.continues:

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [system.name for system in SYSTEMS]
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=300, help="the storm over each pair of store and broker (300)")
-    parser.add_argument("--bare-seconds", type=float, help="the storm over each bare system (a quarter of the other)")
+    parser.add_argument("--bare-seconds", type=float, help="the storm over each bare system (a fifth of the other)")
     parser.add_argument("--seed", type=int, default=1, help="load and faults are drawn from it (1)")
     parser.add_argument("--only", default=",".join(names), help=f"some of {','.join(names)}")
     parser.add_argument("--rate", type=float, default=3.0, help="operations published a second (3)")
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs: list[Run] = []
     with Steady() as steady:
         for system in [system for system in SYSTEMS if system.name in given.only.split(",")]:
-            bare = given.bare_seconds or given.seconds / 4
+            bare = given.bare_seconds or given.seconds / 5
             seconds = given.seconds if system.idempotent else bare
             plan = Plan(given.seed, seconds, given.rate, given.every, partitions=not left_out, keep=given.keep)
             progress(f"{system.title}: {seconds:g} s")

@@ -90,6 +90,8 @@ class Verdict:
     completions: list[str] = field(default_factory=list)
     unrecorded: int = 0
     """Completions whose value went on although the store was silent for a lease: answered, but not remembered."""
+    contradicted: int = 0
+    """Those of them after which another run of the key completed it with an answer of its own, or had."""
     forgotten: list[str] = field(default_factory=list)
     """The same where the store was not silent."""
     stale: list[str] = field(default_factory=list)
@@ -164,14 +166,21 @@ class _Trial:
 
     def _read_attempts(self) -> Iterator[Attempt]:
         ends = {event["attempt"]: event.at for event in self.by_kind["end"]}
-        deaths = [(event.at, frozenset(event["pids"])) for event in self.by_kind["fault"] if event["deadly"]]
+        over = {event["number"]: event.at for event in self.by_kind["healed"]}
+        deaths = [
+            (event.at, over.get(event["number"], event.at), frozenset(event["pids"]))
+            for event in self.by_kind["fault"]
+            if event["deadly"]
+        ]
         gone = [(event.at, frozenset(event["pids"])) for event in self.by_kind["gone"]]
         for e in self.by_kind["start"]:
             attempt = Attempt(e["attempt"], e.key, e.pid, e.worker, e.at, e["fence"] or 0, e["token"] or "")
             if attempt.id in ends:
                 attempt.ended = ends[attempt.id]
             else:
-                attempt.ended = min([at for at, pids in deaths if e.pid in pids and at >= e.at], default=FOREVER)
+                # A body may begin between the word that it will be killed and its death.
+                struck = [max(at, e.at) for at, until, pids in deaths if e.pid in pids and until >= e.at]
+                attempt.ended = min(struck, default=FOREVER)
                 attempt.determined = attempt.ended < FOREVER or not any(e.pid in pids for _, pids in gone)
             yield attempt
 
@@ -330,6 +339,7 @@ class _Trial:
         for run in self.attempts.values():
             if run.unrecorded < FOREVER and run.completed == FOREVER:
                 self.out.unrecorded += 1
+                self.out.contradicted += run.key in self.completions
                 if not any(fault.silences(run) for fault in self.faults):
                     self.out.forgotten.append(f"{run.key}: by {run.id}")
 

@@ -79,6 +79,7 @@ def _found(run: Run) -> dict[str, Any]:
         "overlaps": len(verdict.overlaps),
         "completed twice": len(verdict.completions),
         "completions not recorded": verdict.unrecorded if fenced else "no store",
+        "of these, completed by another run": verdict.contradicted if fenced else "no store",
         "old holder's effects accepted": len(verdict.stale) if fenced else "no fence",
         "old holder's effects refused": verdict.refused if fenced else "no fence",
         "continuations missing": len(verdict.missing),

@@ -155,6 +155,12 @@ def test_a_dead_holder_overlaps_nobody() -> None:
     assert tale.runs("a", "two", fence=2).judged().broken == []
 
 
+def test_a_holder_that_began_while_its_kill_was_on_its_way_is_dead() -> None:
+    tale = Tale().published("a").say("fault", name="kill worker", number=1, pids=[7], deadly=True)
+    tale.begins("a", "one", pid=7).say("healed", number=1)
+    assert tale.runs("a", "two", fence=2).judged().broken == []
+
+
 def test_a_holder_that_ended_by_itself_overlaps_nobody() -> None:
     tale = Tale().published("a").begins("a", "one", pid=7).say("gone", pids=[7])
     assert tale.runs("a", "two", fence=2).judged().broken == []
@@ -210,7 +216,7 @@ def unrecorded(fault: str) -> Verdict:
 
 def test_a_completion_the_store_was_too_silent_for_is_no_loss_and_its_second_run_is_explained() -> None:
     verdict = unrecorded("partition")
-    assert (verdict.broken, verdict.unrecorded, verdict.explained) == ([], 1, 1)
+    assert (verdict.broken, verdict.unrecorded, verdict.contradicted, verdict.explained) == ([], 1, 1, 1)
 
 
 def test_a_completion_that_was_not_recorded_although_the_store_was_there() -> None:

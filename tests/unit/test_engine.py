@@ -464,6 +464,21 @@ def test_a_completion_that_never_gets_an_answer_keeps_the_claim_and_returns_the_
     assert len(b.heartbeat) == 0
 
 
+def test_a_completion_without_an_answer_counts_for_nothing_once_the_key_is_known_to_be_anothers(bench: Any) -> None:
+    """The renewal thread hears LOST while the completion is still asked for: the other run's answer is the answer."""
+    store = Silent(MemoryStore())
+    b = bench(Policy(lease=0.6, wait_timeout=0), store=store)
+    store.fail("complete", *down_always())
+
+    def body(_: Any) -> str:
+        steal(b.store)
+        return "late"
+
+    result = b.engine.run(op(), body)
+    assert (result.status, result.value) == (Status.LEASE_LOST, None)
+    assert {"LEASE_LOST", "COMPLETE_FAILED"} <= set(b.names())
+
+
 def test_a_record_that_cannot_be_read_is_told_and_does_not_run(bench: Any) -> None:
     store = Silent(MemoryStore())
     b = bench(store=store)
