@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tests.bench import page
 
-PARTS = ("drain", "engine", "growth")
+PARTS = ("drain", "profile", "engine", "growth")
 """Modules of this package, in the order of the page."""
 
 

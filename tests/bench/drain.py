@@ -249,7 +249,7 @@ def spent_of(contestant: Contestant) -> tuple[float, float, float, float]:
     runs = contestant.done
 
     def median(name: str) -> float:
-        return statistics.median(getattr(run, name) / run.messages for run in runs)
+        return float(statistics.median(getattr(run, name) / run.messages for run in runs))
 
     return median("publish"), median("main"), median("children"), median("servers")
 

@@ -31,7 +31,7 @@ def publish(printed: Mapping[str, str], broken: Sequence[str]) -> int:
             (speed.parent / "speed.svg").write_text(plot.shares(printed["drain"]))
     short = [text.split(MORE)[0].strip() for text in printed.values()]
     status = evidence.conclude("bench", "Speed", "\n\n".join(short), broken)
-    print("\n\n".join(_whole(text) for text in printed.values()))
+    print("\n\n".join(text.split(MORE)[1].strip() for text in printed.values() if MORE in text))
     return status
 
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from celery_idem.stores.base import open_store
-from tests.bench import drain, growth, page, plot, rivals
+from tests.bench import drain, growth, page, plot, profile, rivals
 from tests.support.services import PostgresServer, RedisServer
 
 PAGE = "<!-- {0}: written by make bench -->\n\n<!-- {0}: end -->\n"
@@ -84,3 +84,16 @@ def test_the_page_the_plot_and_the_evidence_are_written(tmp_path: Path, monkeypa
 
 def test_a_plot_of_nothing_is_a_picture_all_the_same() -> None:
     assert ElementTree.fromstring(plot.shares("")).tag.endswith("svg")
+
+
+@pytest.mark.redis
+@pytest.mark.postgres
+@pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")  # Celery's, to redis-py
+def test_every_layer_of_the_profile_runs_a_message(redis_server: RedisServer, postgres_url: str) -> None:
+    stores = {"redis": redis_server.new_database(), "postgresql": postgres_url}
+    with profile.layers_on(stores, redis_server.new_database()) as layers:
+        for layer in layers:
+            layer.turn(0)
+    assert len(layers) == 6
+    assert all(layer.wall[0] > 0 for layer in layers)
+    assert len(profile.rows_of(layers)) == 6
