@@ -1,7 +1,127 @@
-"""``make conformance``: every store broken on purpose against every case."""
+"""``make conformance``: every store broken on purpose against every case, as a table per rule."""
+
+from __future__ import annotations
 
 import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from tests.conformance.broken_actions import main
+from celery_idem.conformance import actions, claims
+from celery_idem.conformance.suite import Suite
+from tests.campaigns.evidence import conclude
+from tests.campaigns.report import progress, table
+from tests.conformance import broken_actions, broken_claims
+from tests.conformance.broken_claims import HISTORIES, rule_of
+from tests.conformance.plain_claims import PlainClaimsHarness
+from tests.conformance.plain_store import PlainHarness
 
-sys.exit(main())
+HEADER = ("rule", "cases", "broken stores", "caught by the cases they name", "by no other rule's", "by histories too")
+
+
+@dataclass(frozen=True)
+class Held:
+    """One broken store, and the cases that caught it."""
+
+    store: Any
+    failed: Sequence[str]
+
+    @property
+    def rule(self) -> str:
+        return rule_of(next(iter(self.store.caught_by)))
+
+    @property
+    def caught(self) -> bool:
+        return self.store.caught_by <= set(self.failed)
+
+    @property
+    def foreign(self) -> list[str]:
+        """Cases of other rules that caught it too, the histories aside: they hold the whole table."""
+        return [name for name in self.failed if rule_of(name) != self.rule and name != HISTORIES]
+
+    @property
+    def declared(self) -> bool:
+        also = getattr(self.store, "also", frozenset())
+        return all({name, rule_of(name)} & also for name in self.foreign)
+
+
+def held(kind: str, stores: Sequence[Any], check: Callable[[Any], Any]) -> list[Held]:
+    """Each of the broken stores against every case."""
+    found = []
+    for number, store in enumerate(stores, 1):
+        failed = [result.name for result in check(store) if not result.ok]
+        found.append(Held(store, failed))
+        progress(f"{kind} {number}/{len(stores)} {store.__name__}: {', '.join(failed) or 'NOT CAUGHT'}")
+    return found
+
+
+def check_action(store: Any) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        return broken_actions.check(store, f"sqlite:///{Path(directory) / 'ledger.db'}")
+
+
+def rows(suite: Suite, broken: Sequence[Held], histories: bool) -> list[tuple[Any, ...]]:
+    """A line per rule, and one of sums."""
+    lines = []
+    for rule in suite.rules:
+        mine = [one for one in broken if one.rule == rule]
+        cases = sum(case.rule == rule for case in suite.cases)
+        counts = (sum(one.caught for one in mine), sum(not one.foreign for one in mine))
+        too = sum(HISTORIES in one.failed for one in mine) if histories else ""
+        lines.append((rule, cases, len(mine), *counts, too))
+    sums = [sum(line[column] for line in lines) for column in range(1, 5)]
+    return [*lines, ("all", *sums, sum(line[5] for line in lines) if histories else "")]
+
+
+def faults(suite: Suite, broken: Sequence[Held]) -> list[str]:
+    """What must not be: a store not caught, caught by what it does not declare, a case that catches nothing."""
+    missed = [one for one in broken if not one.caught]
+    found = [f"{one.store.__name__} was not caught by {sorted(one.store.caught_by)}" for one in missed]
+    found += [f"{one.store.__name__} was also caught by {one.foreign}" for one in broken if not one.declared]
+    named = {name for one in broken for name in one.store.caught_by}
+    found += [f"{case.name} has no broken store" for case in suite.cases if case.name not in named]
+    return found
+
+
+def rests(broken: Sequence[Held]) -> str:
+    """Which stores cases of other rules caught too."""
+    lines = [f"- {one.rule} {one.store.__name__}: {', '.join(one.foreign)}" for one in broken if one.foreign]
+    return "\n".join(lines)
+
+
+def sound(what: str, results: Sequence[Any]) -> tuple[str, list[str]]:
+    """A line about a store that should pass, and what it did not."""
+    passed = sum(result.outcome == claims.PASSED for result in results)
+    not_run = sum(result.outcome == claims.NOT_RUN for result in results)
+    wrong = [f"{what} fails {result.name}: {result.told[:200]}" for result in results if not result.ok]
+    return f"- {what}: {passed} of {len(results)} cases passed, {not_run} not run", wrong
+
+
+def main() -> int:
+    progress("stores written from the contract alone")
+    plain_claims = sound("claims, a dictionary and a lock without core/decide.py", claims.run(PlainClaimsHarness))
+    plain_actions = sound("actions, plain dictionaries", actions.run(PlainHarness))
+    of_claims = held("claims", broken_claims.BROKEN, broken_claims.check)
+    of_actions = held("actions", broken_actions.BROKEN, check_action)
+    printed = "\n\n".join(
+        [
+            "Every broken store is held against every case of its suite. A store names the cases that must catch it.",
+            "Claim stores:",
+            table(HEADER, rows(claims.SUITE, of_claims, histories=True)),
+            "Caught by cases of another rule too, because those rest on the broken one:",
+            rests(of_claims),
+            "Action stores:",
+            table(HEADER[:5], [line[:5] for line in rows(actions.SUITE, of_actions, histories=False)]),
+            "Stores written from the contract alone:",
+            f"{plain_claims[0]}\n{plain_actions[0]}",
+        ]
+    )
+    broken = [*plain_claims[1], *plain_actions[1]]
+    broken += [*faults(claims.SUITE, of_claims), *faults(actions.SUITE, of_actions)]
+    return conclude("conformance", "Conformance, and stores broken on purpose", printed, broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

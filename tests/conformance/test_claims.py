@@ -6,13 +6,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from celery_idem.conformance import claims
 from celery_idem.conformance.claim_stores import ALONE, MemoryHarness
 from celery_idem.stores.base import open_store
+from tests.conformance import plain_claims
+from tests.conformance.broken_claims import BROKEN, check
+from tests.conformance.broken_claims_base import BedHarness
 from tests.conformance.relayed import in_order, run
+from tests.support.operations import op
 
 
 def shown(results: list[claims.CaseResult]) -> str:
@@ -62,6 +67,32 @@ class TestStoresThatConform:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
         assert done.stdout.strip() == "[]", done.stderr
 
+    def test_a_store_that_was_written_from_the_contract_alone_conforms_too(self) -> None:
+        assert "import decide" not in Path(plain_claims.__file__).read_text()
+        claims.assert_conforms(plain_claims.PlainClaimsHarness)
+
+
+class TestBrokenStores:
+    """``python -m tests.conformance`` holds every one against all cases; here each meets those that it names."""
+
+    @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+    def test_it_is_caught_by_the_cases_it_names(self, broken: Any) -> None:
+        named = [case for case in claims.CASES if case.name in broken.caught_by]
+        results = check(broken, named)
+        assert {result.name for result in results if result.outcome == claims.FAILED} == broken.caught_by, shown(
+            results
+        )
+
+    def test_the_sound_one_they_are_made_of_is_not_caught(self) -> None:
+        results = claims.run(BedHarness)
+        assert not_passed(results) == in_order("shared"), shown(results)
+
+    def test_every_case_has_caught_one(self) -> None:
+        assert {name for broken in BROKEN for name in broken.caught_by} == {case.name for case in claims.CASES}
+        assert all(len({name.partition(".")[0] for name in broken.caught_by}) == 1 for broken in BROKEN)
+        rules_and_cases = {*claims.RULES, *(case.name for case in claims.CASES)}
+        assert {name for broken in BROKEN for name in broken.also} <= rules_and_cases
+
 
 class TestTheCommand:
     def test_one_command_runs_the_suites_that_fit(self) -> None:
@@ -80,7 +111,6 @@ class TestTheCommand:
         url = f"sqlite:///{tmp_path / 'claims.db'}"
         store = open_store(url)
         store.create_schema()
-        from tests.support.operations import op
 
         store.claim(op(), lease=60, ttl=60)
         done = command("celery_idem.conformance", url)
