@@ -7,7 +7,7 @@ import math
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -451,6 +451,10 @@ class TestShapes:
     def test_a_shape_that_cannot_be_is_refused_where_it_is_made(self, fields: dict[str, Any]) -> None:
         with pytest.raises(ConfigurationError, match="ProvenanceShape "):
             replace(PASS, **fields)
+
+    def test_nobody_changes_a_shape(self) -> None:
+        with pytest.raises(FrozenInstanceError):
+            BOUNDED_GRANT.grants = False  # type: ignore[misc]
 
     def test_the_two_that_ship_are_the_default(self) -> None:
         assert DEFAULT_SHAPES.select(message()) is MESSAGE_DELIVERY
