@@ -916,3 +916,38 @@ def test_a_forgotten_holder_has_lost_its_claim() -> None:
     assert decide_renew(tombstone, claim, now=NOW)[0] is Renewal.LOST
     assert decide_complete(tombstone, claim, result(), now=NOW)[0] is Ended.LOST
     assert decide_release(tombstone, claim, Release.ENDED, None, now=NOW)[0] is Ended.LOST
+
+
+# -- identity ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["0" * 32, "f" * 32], ids=["before", "after"])
+def test_another_token_is_another_wherever_it_sorts(other: str) -> None:
+    claim, stored = held(continues=True)
+    theirs = replace(stored, token=other)
+    assert ask(theirs, claim.operation)[0].answer is Answer.HELD
+    assert decide_complete(theirs, claim, result(), now=NOW + 1) == (Ended.LOST, None)
+    assert decide_release(theirs, claim, Release.ENDED, None, now=NOW + 1) == (Ended.LOST, None)
+    assert decide_renew(theirs, claim, now=NOW + 1) == (Renewal.LOST, None)
+    _, completed = decide_complete(stored, claim, result(), now=NOW + 1)
+    assert completed is not None
+    taken = replace(completed, notes={"M": Note(continuing=Right(other, FENCE, "another", NOW + 60))})
+    assert ask(taken, claim.operation)[0].answer is Answer.HELD
+    assert decide_renew(taken, claim, now=NOW + 1) == (Renewal.LOST, None)
+
+
+@pytest.mark.parametrize("message", ["A", "Z"], ids=["before", "after"])
+@pytest.mark.parametrize("theirs", ["0" * 64, "f" * 64], ids=["before", "after"])
+def test_another_fingerprint_is_another_wherever_it_sorts(message: str, theirs: str) -> None:
+    stored = record(fingerprint=theirs)
+    assert ask(stored, op(message=message, fingerprint=fingerprint("a")))[0].answer is Answer.MISMATCH
+    assert ask(stored, op(fingerprint=fingerprint("a")))[0].answer is Answer.HELD
+    assert ask(stored, op(message=message, fingerprint=theirs))[0].answer is Answer.HELD
+
+
+@pytest.mark.parametrize("fence", [FENCE - 1, FENCE + 1])
+def test_another_fence_is_another(fence: int) -> None:
+    assert ask(record(), op(token="mine"), dead_fence=fence)[0].answer is Answer.HELD
+    assert decide_forget(record(), fence, now=NOW) == (False, None)
+    completed = record(State.COMPLETED, Note(continuing=right(fence=FENCE + 7)))
+    assert ask(completed, op(continues=True), dead_fence=fence + 7)[0].answer is Answer.HELD
