@@ -6,8 +6,10 @@ What no test noticed has survived. Each survivor is judged in ``judged.txt``; th
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,8 +62,8 @@ class Plan:
         return drawn(mutants, self.seed)[: None if self.whole else self.count or target.drawn]
 
 
-def experiment(place: Laboratory, target: Target, plan: Plan) -> Report:
-    """Run the target's tests on its mutants, or on those drawn of them."""
+def experiment(place: Laboratory, target: Target, plan: Plan, until: float) -> Report:
+    """Run the target's tests on its mutants, or on those drawn of them; none is begun after ``until``."""
     report = Report(target)
     status, took = place.run(target.tests)
     if status != 0:
@@ -75,6 +77,8 @@ def experiment(place: Laboratory, target: Target, plan: Plan) -> Report:
     for number, mutant in enumerate(chosen, 1):
         fate = plan.session.known(mutant)
         if fate is None:
+            if time.monotonic() > until:
+                continue
             fate = place.fate(mutant, target.tests, PATIENCE[0] + PATIENCE[1] * took)
             plan.session.note(mutant, fate)
         report.fates[fate] += 1
@@ -93,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--whole", action="store_true", help="every mutant of every file: hours")
     parser.add_argument("--only", default="", help="files whose path contains one of these words, comma between")
     parser.add_argument("--count", type=int, help="mutants of each file, instead of the number each file has")
+    parser.add_argument("--minutes", type=float, default=25, help="a busy machine gets less far; not with --whole")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--session", type=Path, help="a file that remembers who died, for a run in several goes")
     arguments = parser.parse_args(argv)
@@ -101,8 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     session = Session(arguments.session)
     plan = Plan(arguments.whole, arguments.count, arguments.seed, session, read(PAGE.read_text()))
     chosen = [target for target in TARGETS if any(word in target.file for word in words)]
+    began, share, reports = time.monotonic(), 0, []
     with laboratory() as place:
-        reports = [experiment(place, target, plan) for target in chosen]
+        for target in chosen:
+            share += target.drawn
+            part = share / sum(each.drawn for each in chosen)
+            until = math.inf if arguments.whole else began + 60 * arguments.minutes * part
+            reports.append(experiment(place, target, plan, until))
     return _conclude(reports, plan)
 
 
@@ -112,8 +122,8 @@ def _conclude(reports: Sequence[Report], plan: Plan) -> int:
     printed = [table(header, [*(report.row for report in reports), ["in all", *totals]])]
     if not plan.whole:
         printed.append(
-            f"Drawn with seed {plan.seed}, one mutant of every place in a file before a second one of any. All of "
-            "them: `make mutants ARGS=--whole`."
+            f"Drawn with seed {plan.seed}, one mutant of every place in a file before a second one of any, as "
+            "far as the time went. All of them: `make mutants ARGS=--whole`."
         )
     printed.append(_listed("Not judged yet", [f"{each}" for report in reports for each in report.unjudged]))
     equivalent = [f"{each}\n    = {judgement(each, plan.judged)}" for report in reports for each in report.judged]
