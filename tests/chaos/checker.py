@@ -6,7 +6,6 @@ fenced resource, in the order it took them.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -81,7 +80,7 @@ class Verdict:
     bodies: int = 0
     lost: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    """Lost before the product could do anything: the broker has no copy left, and one was never acked."""
+    """Lost before anybody saw it: the broker's own log has it popped, and nobody noted it as unacked."""
     explained: int = 0
     unexplained: list[str] = field(default_factory=list)
     twice: int = 0
@@ -261,19 +260,9 @@ class _Trial:
         (self.out.dropped if any(map(self._forgotten, messages)) else to).append(key)
 
     def _forgotten(self, key: str) -> bool:
-        """Whether a copy was published that nobody ever acked, and the broker would give none away any more.
-
-        Only Redis gives each copy a tag of its own for all its deliveries. RabbitMQ's are numbers, and it forgets none.
-        """
-        if any(event.key == key and not event["stuck"] for event in self.by_kind["left"]):
-            return False
-        sent = sum(event.key == key for event in self.by_kind["sent"])
-        acked = {event["tag"] for event in self.by_kind["acked"] if event.key == key}
-        return sent > len(acked) and not any(tag.isdigit() for tag in acked | self._tags)
-
-    @functools.cached_property
-    def _tags(self) -> set[str]:
-        return {event["tag"] for event in self.by_kind["received"]}
+        """Whether the broker's own log says that it popped a copy nobody noted, or it keeps one nobody will get."""
+        vanished = any(event.key == key for event in self.by_kind["vanished"])
+        return vanished or any(event.key == key and event["stuck"] for event in self.by_kind["left"])
 
     def _judge_effects(self) -> None:
         highest: dict[str, int] = {}

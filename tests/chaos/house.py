@@ -19,7 +19,7 @@ from typing import Any
 import redis
 
 from tests.campaigns.kills import prepared
-from tests.chaos import recorder, resource
+from tests.chaos import aof, recorder, resource
 from tests.chaos.bodies import RESOURCE, SOURCE
 from tests.chaos.history import History
 from tests.chaos.netns import Namespace
@@ -241,7 +241,7 @@ class House:
             return int(connection.default_channel.queue_declare(self.tasks.queue, passive=True).message_count)
 
     def note_what_is_left(self) -> None:
-        """Write into the history which messages the broker still has, and whether it would ever give them away."""
+        """Write into the history which messages the broker still has, and would give away; and which vanished."""
         if not self._redis:
             return
         with redis.Redis.from_url(self.broker.url, socket_timeout=5) as client:
@@ -251,6 +251,8 @@ class House:
                 stuck = tag is not None and client.zscore("unacked_index", tag) is None
                 (_, kwargs, _) = json.loads(base64.b64decode(message["body"]))
                 self.history.write("left", key=kwargs.get("key"), id=message["headers"]["id"], stuck=stuck or None)
+        for key, tag in aof.vanished(aof.read(self.broker.server.dir), self.tasks.queue):
+            self.history.write("vanished", key=key, tag=tag)
 
     def note_records(self, records: dict[str, str]) -> None:
         """Write into the history what the store says about each record in the end; ``records`` names their keys."""

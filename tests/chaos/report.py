@@ -27,9 +27,9 @@ by message, some published twice, retries, chains, links, chords, and bodies lon
   for it.
 - *Completions not recorded*: the store was silent for a whole lease after the body had ended, as under a partition.
   The value went on to Celery all the same (event `COMPLETE_FAILED`), and a later duplicate would run, or did.
-- *Lost by the broker's client*: a copy was published, nobody acked it, and the broker would not give it away any
-  more. kombu's Redis transport pops a message and notes it as unacked in two steps, and what dies between them is
-  gone; so is it for bare Celery. RabbitMQ has no such gap.
+- *Lost by the broker's client*: by Redis's own log (its append-only file) the broker popped the message for a worker
+  that never noted it as unacked. kombu's Redis transport does the two in two steps, and what a dead worker or a cut
+  connection leaves between them is gone, with any Celery; RabbitMQ has no such gap.
 - Result backend and the resource of the effects are not hurt, and are reached by Unix sockets. The Redis broker's
   visibility timeout is VISIBLE s and is swept each second; `idempotency_max_deliveries` is 100.
 """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from tests.chaos.aof import vanished
 from tests.chaos.checker import Verdict, judge
 from tests.chaos.history import Event, History, read
 
@@ -77,20 +80,52 @@ def test_a_completion_without_an_effect_is_a_loss() -> None:
     assert only(tale.judged(), "lost: a")
 
 
-def test_what_is_never_acked_and_gone_from_the_broker_is_the_brokers_loss() -> None:
-    verdict = Tale().published("a", copies=2).acked("a").judged()
+def test_what_the_broker_popped_and_nobody_noted_is_the_loss_of_its_client() -> None:
+    verdict = Tale().published("a").say("vanished", "a", tag="1").judged()
     assert verdict.dropped == ["a"]
     assert verdict.broken == []
 
 
-def test_what_the_broker_would_still_deliver_is_not_its_loss() -> None:
-    tale = Tale().published("a", copies=2).acked("a").say("left", "a")
-    assert only(tale.judged(), "lost: a")
+def test_what_the_broker_keeps_and_gives_nobody_is_too() -> None:
+    assert Tale().published("a").say("left", "a", stuck=True).judged().dropped == ["a"]
 
 
-def test_rabbitmqs_tags_say_nothing_about_copies() -> None:
-    tale = Tale().published("a").say("received", "a", tag="7")
-    assert only(tale.judged(), "lost: a")
+def test_what_the_broker_would_still_deliver_is_not() -> None:
+    assert only(Tale().published("a").say("left", "a").judged(), "lost: a")
+
+
+def test_a_continuation_whose_head_came_back_and_vanished_is_the_same_loss() -> None:
+    tale = Tale().published("a", ["a/then"]).runs("a", "one").say("vanished", "a", tag="1")
+    assert tale.judged().dropped == ["a/then"]
+
+
+def log(*commands: Sequence[str]) -> bytes:
+    """An append-only file."""
+    lines = []
+    for words in commands:
+        lines += [f"*{len(words)}", *(part for word in words for part in (f"${len(word)}", word))]
+    return "".join(f"{line}\r\n" for line in lines).encode()
+
+
+def message(key: str) -> str:
+    body = base64.b64encode(json.dumps([[], {"key": key}, {}]).encode()).decode()
+    return json.dumps({"body": body, "headers": {}, "properties": {"delivery_tag": f"tag-{key}"}})
+
+
+def test_the_brokers_log_tells_what_was_popped_and_never_noted() -> None:
+    text = log(
+        ("SELECT", "0"),
+        *(("LPUSH", "q", message(key)) for key in ("first", "second", "third", "back", "waits")),
+        ("RPOP", "q"),
+        ("HSET", "unacked", "tag-first", "[]"),
+        ("HDEL", "unacked", "tag-first"),
+        ("RPOP", "q"),
+        ("RPOP", "q"),
+        ("HSET", "unacked", "tag-third", ""),
+        ("RPOP", "q"),
+        ("LPUSH", "q", message("back")),
+    )
+    assert vanished(text + b"*2\r\n$4\r\nRP", "q") == [("second", "tag-second")]
 
 
 def test_an_effect_done_again_after_a_kill_before_completion_is_explained() -> None:
