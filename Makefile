@@ -32,7 +32,7 @@ DEMO_SPEC := .$(if $(DEMO_NAME),[$(DEMO_NAME)])
 .DEFAULT_GOAL := help
 PROOFS := chaos bench conformance simulate fuzz mutants model
 CAMPAIGNS := kills outage transactions redelivery governed-kills ledger
-.PHONY: help demo test unit check guarantees matrix lint types campaigns $(CAMPAIGNS) proofs $(PROOFS) matrix-versions public-suites services clean
+.PHONY: help demo test unit check guarantees matrix lint types campaigns $(CAMPAIGNS) proofs $(PROOFS) matrix-versions public-suites services checkers clean
 
 help:
 	@sed -n '3,$${/^#/!q; s/^# \{0,1\}//; p;}' Makefile
@@ -76,11 +76,16 @@ proofs: $(PROOFS)
 bench: $(VENV)/.bench
 mutants: $(VENV)/.mutants
 
+model: checkers
+
 $(PROOFS): $(VENV)/.dev services
 	$(if $(ARGS),,EVIDENCE_FILE=docs/explanation/evidence.md )$(BIN)/python -m tests.$@ $(ARGS)
 
 services:
 	@scripts/install-services
+
+checkers:
+	@scripts/install-services spin gcc libc6-dev
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo
