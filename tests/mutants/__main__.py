@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _conclude(reports: Sequence[Report], plan: Plan) -> int:
-    header = ("file", "mutants", "run", *(fate.value for fate in Fate), "judged equivalent", "not judged")
+    header = ("file", "mutants", "run", *(fate.value for fate in Fate), "of them judged", "not judged yet")
     totals = [sum(column) for column in zip(*(report.row[1:] for report in reports), strict=True)]  # type: ignore[arg-type]
     printed = [table(header, [*(report.row for report in reports), ["in all", *totals]])]
     if not plan.whole:
@@ -127,7 +127,7 @@ def _conclude(reports: Sequence[Report], plan: Plan) -> int:
         )
     printed.append(_listed("Not judged yet", [f"{each}" for report in reports for each in report.unjudged]))
     equivalent = [f"{each}\n    = {judgement(each, plan.judged)}" for report in reports for each in report.judged]
-    printed.append(_listed("Judged: these change nothing that can be seen", equivalent))
+    printed.append(_listed("Judged: nothing that anybody relies on changes", equivalent))
     broken = [f"the tests of {report.target.file} fail without a mutant" for report in reports if not report.sound]
     if plan.whole:
         broken += [f"nobody judged the survivor {each}" for report in reports for each in report.unjudged]

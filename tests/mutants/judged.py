@@ -15,6 +15,11 @@ PAGE = Path(__file__).with_name("judged.txt")
 
 KINDS = (
     (
+        r"NumberReplacer",
+        r"^(PAUSES|POLLS) = \(",
+        "how long to pause between two asks is a choice, and no promise hangs on it",
+    ),
+    (
         r"ReplaceComparisonOperator_Is(Not)?_(Not)?Eq",
         r"(==|!=) (State|Answer|Release|Kind|Ended|Renewal)\.[A-Z_]+",
         "only members of that enumeration stand on the left, and each equals itself alone",

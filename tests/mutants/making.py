@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import random
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -81,11 +82,13 @@ def _function(node: parso.tree.NodeOrLeaf) -> str:
 
 def _meaning(source: str) -> str | None:
     """What Python makes of it, without annotations; None where it is no Python."""
-    try:
-        tree = ast.parse(source)
-        compile(source, "mutant", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):
-        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            tree = ast.parse(source)
+            compile(source, "mutant", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError):
+            return None
     return ast.dump(_WithoutAnnotations().visit(tree))
 
 

@@ -702,6 +702,13 @@ def test_a_tombstone_stays_as_long_as_a_completion_would() -> None:
     assert written.expires_at == NOW + DAY * 9
 
 
+def test_an_announced_retry_is_kept_until_it_is_due_however_late() -> None:
+    claim, stored = held()
+    _, written = decide_release(stored, claim, Release.RETRY, Successor(1, 3 * DAY), now=NOW)
+    assert written is not None
+    assert written.expires_at == NOW + 3 * DAY + GRACE
+
+
 @pytest.mark.parametrize("reason", list(Release))
 def test_release_tells_what_this_token_did_before(reason: Release) -> None:
     claim, stored = held()
@@ -951,3 +958,16 @@ def test_another_fence_is_another(fence: int) -> None:
     assert decide_forget(record(), fence, now=NOW) == (False, None)
     completed = record(State.COMPLETED, Note(continuing=right(fence=FENCE + 7)))
     assert ask(completed, op(continues=True), dead_fence=fence + 7)[0].answer is Answer.HELD
+
+
+def test_a_record_of_an_older_version_is_changed_like_our_own() -> None:
+    claim, stored = held(continues=True)
+    older = replace(stored, record_version=RECORD_VERSION - 1)
+    assert ask(older, op())[0].answer is Answer.HELD
+    assert decide_renew(older, claim, now=NOW)[0] is Renewal.RENEWED
+    assert decide_release(older, claim, Release.ENDED, None, now=NOW)[0] is Ended.RELEASED
+    assert decide_parked(older, "M", 0, 1, now=NOW) is not None
+    assert decide_forget(older, older.fence, now=NOW)[0]
+    ended, completed = decide_complete(older, claim, result(), now=NOW)
+    assert ended is Ended.COMPLETED
+    assert decide_settle(completed, "M", now=NOW) is not None
