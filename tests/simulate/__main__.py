@@ -52,7 +52,7 @@ class Tally:
     seen: Counter[str] = field(default_factory=Counter)
     broken: Counter[str] = field(default_factory=Counter)
     bodies: int = 0
-    excused: int = 0
+    allowed: Counter[str] = field(default_factory=Counter)
     found: list[Found] = field(default_factory=list)
 
     def add(self, part: str, scenario: Scenario, world: World, found: Found | None) -> None:
@@ -62,7 +62,7 @@ class Tally:
         self.faults += world.faults
         self.seen += world.seen
         self.bodies += len(world.ledger.runs)
-        self.excused += sum(run.excused for run in world.ledger.runs)
+        self.allowed += world.ledger.allowed
         if found is not None:
             self.broken[scenario.name] += 1
             if all(found.rules - earlier.rules for earlier in self.found) or not self.found:
@@ -199,15 +199,14 @@ def _printed(chosen: list[Scenario], left: set[str], tally: Tally, rules: list[l
     header = ["scenario", "all with at most one deviation", "with at most two", "random", "broken"]
     faults = [[name, count] for name, count in sorted(tally.faults.items()) if not name.startswith("to ")]
     reached = ", ".join(f"{name} {count}" for name, count in sorted(tally.seen.items()))
-    scale = (
-        f"{sum(tally.points.values())} points at which the scheduler decided; {tally.bodies} bodies, "
-        f"{tally.excused} of them cut off from their record by a fault."
-    )
+    scale = f"{sum(tally.points.values())} points at which the scheduler decided; {tally.bodies} bodies ran."
     parts = [
         DEVIATION,
         table(header, rows),
         table(["fault", "times"], faults),
         f"Seeds {seeds.start} to {seeds.stop - 1}. {scale}" if seeds else scale,
+        "No breach, for a fault explains it and the documentation says it:",
+        table(["allowed", "times"], [[name, count] for name, count in sorted(tally.allowed.items())]),
         f"Reached: {reached}.",
         "Rules taken out of the product, and what the simulation said of it:",
         table(["rule", "broken promise", "schedules", "smallest schedule"], rules),

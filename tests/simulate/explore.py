@@ -17,7 +17,7 @@ from tests.simulate.world import World
 
 Deviation = tuple[str, str]
 """A place, and what is chosen there."""
-FAULTS = {"crash", "exit", "vanish", "freeze", "copy", "refused", "unanswered", "outage", "long outage"}
+FAULTS = {"crash", "exit", "vanish", "freeze", "copy", "refused", "unanswered", "cut off", "outage", "long outage"}
 
 
 class Scripted:

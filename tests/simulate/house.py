@@ -29,7 +29,7 @@ import celery_idem.core.holder
 import celery_idem.delivery
 import celery_idem.parking
 import celery_idem.publish
-from celery_idem import IdempotentTask
+from celery_idem import Happened, IdempotentTask, NotHappened, Policy, current
 from celery_idem.app import runtime_of
 from celery_idem.core.events import Event
 from celery_idem.received import Request
@@ -205,13 +205,21 @@ def effect(task: Any) -> str:
     try:
         _step("body")
         run.effect = True
-        value = f"value {len(here.ledger.runs)}"
+        value = run.shown = f"value {len(here.ledger.runs)}"
         here.tell(f"effect of {request.id[:8]}, attempt {request.retries}: {value}")
         _step("effect done")
         run.value = value
     finally:
         run.running = False
     return value
+
+
+def _look_up(*_: Any, order: int = 1) -> Any:
+    """Whether the effect is there, as a provider would tell, and its value."""
+    here = world()
+    here.point("verify")
+    done = [run.shown for run in here.ledger.runs if run.effect and run.key == current().key]
+    return Happened(done[-1]) if done else NotHappened()
 
 
 def _step(what: str) -> None:
@@ -239,16 +247,22 @@ def add_tasks(app: Any) -> None:
         raise ValueError("simulated")
 
     @task(name="again", key="order:{order}", max_retries=5)
-    def again(self: Any, *_: Any, order: int = 1, times: int = 1, countdown: float = 0) -> str:
+    def again(self: Any, *_: Any, order: int = 1, times: int = 1, countdown: float = 0, fails: bool = False) -> str:
         value = effect(self)
         if self.request.retries < times:
             raise self.retry(countdown=countdown)
+        if fails:
+            raise ValueError("simulated")
         return value
 
     @task(name="swap", key="order:{order}")
     def swap(self: Any, *_: Any, order: int = 1) -> Any:
         effect(self)
         return self.replace(app.signature("charge", kwargs={"order": order}))
+
+    @task(name="checked", idempotency=Policy(key="order:{order}", verify=_look_up))
+    def checked(self: Any, *_: Any, order: int = 1) -> str:
+        return effect(self)
 
     @task(name="long", key="order:{order}")
     def long(self: Any, *_: Any, order: int = 1) -> str:

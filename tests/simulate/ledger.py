@@ -6,7 +6,7 @@ published and told. A rule that is broken becomes a line; a run without lines ke
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,8 @@ class Run:
     excused: bool = False
     """A fault fell on its worker before that."""
     value: Any = None
+    shown: Any = None
+    """The same, from the moment of the effect on."""
 
 
 @dataclass
@@ -71,7 +73,13 @@ class Ledger:
     dues: dict[tuple[str, int], float] = field(default_factory=dict)
     """When each attempt of each message was due; one that is a minute late may be taken for lost."""
     hits: set[str] = field(default_factory=set)
-    """Messages in whose hands a worker froze, or the store was down for long."""
+    """Messages in whose hands a worker died or froze, or the store was down for long."""
+    allowed: Counter[str] = field(default_factory=Counter)
+    """What is no breach, for a fault explains it and the documentation says it."""
+    frozen: set[str] = field(default_factory=set)
+    """Messages in whose hands a worker froze."""
+    finals: set[str] = field(default_factory=set)
+    """Messages that were once told as SUCCESS or FAILURE."""
     verbs: int = 0
     """Calls of the store that changed a record."""
 
@@ -131,12 +139,19 @@ class Ledger:
         lease = self.leases.get(claim.token)
         if lease is not None and ended is Ended.COMPLETED and claim.operation.delivery.continues:
             if not lease.right:
-                lease.right, lease.ends = True, self.world.clock.now + claim.lease
+                lease.right, lease.ends = True, self._right_ends(claim)
         else:
             self.leases.pop(claim.token, None)
         run = self._run_of(claim.token)
         if run is not None and ended is Ended.COMPLETED:
             run.landed = True
+
+    def _right_ends(self, claim: Any) -> float:
+        """A statement of SQLite that stood still wrote an end that is nearer by as much."""
+        record = self.world.peek(claim.key)
+        right = None if record is None else record.note(claim.operation.delivery.message_id).continuing
+        ends = self.world.clock.now + claim.lease
+        return ends if right is None or right.token != claim.token else min(ends, right.lease_expires_at)
 
     def released(self, claim: Any, ended: Ended) -> None:
         """What ``release`` answered."""
@@ -169,16 +184,22 @@ class Ledger:
         if token is not None and before is not None and token not in _tokens(before):
             self.broken("a late writer changes nothing", f"{before.state.value} of another became {after.state.value}")
         if after is not None and after.state is State.COMPLETED:
-            run = self._run_of(after.token)
-            if key not in self.outcomes and (run is None or not run.effect):
+            shown = [
+                run.shown for run in self.runs if run.effect and run.key == key and not self._overtaken(run, after)
+            ]
+            if key not in self.outcomes and not shown:
                 self.broken("what is completed had its effect", f"{after.message_id} completed before its body")
-            first = self.outcomes.setdefault(key, (after.outcome, None if run is None else run.value))
+            first = self.outcomes.setdefault(key, (after.outcome, shown[-1] if shown else None))
             if first[0] != after.outcome:
                 self.broken("a completed outcome never changes", f"{first[0]} became {after.outcome}")
         elif key in self.outcomes:
             self.broken("a completed outcome never changes", f"the record went on to {after and after.state.value}")
         if before is not None and after is not None and after.fence < before.fence:
             self.broken("a fence only grows", f"{before.fence} became {after.fence}")
+
+    def _overtaken(self, run: Run, record: Any) -> bool:
+        """Whether the record was completed by another run than this one."""
+        return run.token != record.token and self._run_of(record.token) is not None
 
     def _run_of(self, token: str) -> Run | None:
         return next((run for run in self.runs if run.token == token), None)
@@ -198,11 +219,23 @@ class Ledger:
                 )
         late = self.dues.get((message, generation + 1), now) + GRACE <= now
         for run in self.runs:
-            run.excused = run.excused or (late and (run.message, run.generation) == (message, generation))
+            if run.effect and (run.key, run.message, run.generation) == (context.key, message, generation):
+                self._doubles(run, worker, late=late)
         run = Run(worker.name, worker.life, context.key, message, generation, context.token)
         run.excused = worker.delivery.hit
         self.runs.append(run)
         return run
+
+    def _doubles(self, run: Run, worker: Worker, *, late: bool) -> None:
+        """The same attempt's effect is about to come again."""
+        if late and not run.excused:
+            run.excused = True
+            self.allowed["an attempt again, its retry being a minute late"] += 1
+        elif run.landed and not run.excused and not worker.delivery.hit:
+            text = f"{run.message}, attempt {run.generation}, is in the record and runs again on {worker.name}"
+            self.broken("an effect doubles only under a fault", text)
+        else:
+            self.allowed["an effect again, cut off from its record"] += 1
 
     # --- what others see ----------------------------------------------------------------------------------------------
 
@@ -218,23 +251,37 @@ class Ledger:
         kind = self.outcomes.get(key, (None,))[0]
         if kind is None and message.id == delivery.id:  # a replacement: told to nobody yet
             return
-        if (key, delivery.id) in self.settled and not delivery.hit:
+        if (key, delivery.id) in self.settled and delivery.id in self.frozen:
+            self.allowed["published twice, by a worker frozen meanwhile and its successor"] += 1
+        elif (key, delivery.id) in self.settled:
             self.broken("after settle never again", f"{delivery.id} published {message.task} again")
         ids = self.children[(delivery.id, message.slot)]
         ids.add(message.id)
-        if len(ids) > 1 and not (self.world.faults["long outage"] and delivery.id in self.hits):
+        if len(ids) > 1 and not self._silent(delivery.id):
             self.broken("a continuation keeps its ids", f"{delivery.id} published {message.slot} as {sorted(ids)}")
 
     def answers(self, worker: Worker, task_id: str, state: str, value: Any) -> None:
         """A result reaches the backend."""
         delivery = worker.delivery
+        if state in READY:
+            self.finals.add(task_id)
         if state != "SUCCESS" or delivery is None:
             return
         key = self.keys.get((delivery.id, delivery.task), "")
-        if key not in self.outcomes and delivery.id not in self.hits:
+        first = self.outcomes.get(key, (None, None))[1]
+        if key in self.outcomes and first in {None, value}:
+            return
+        if self._silent(delivery.id):
+            self.allowed["a value told and not recorded, the store being silent for more than a lease"] += 1
+        elif key not in self.outcomes:
             self.broken("a value told is a value recorded", f"{task_id} on {worker.name}: {value!r} is in no record")
-        elif key in self.outcomes and self.outcomes[key][1] is not None and self.outcomes[key][1] != value:
-            self.broken("every copy tells the first value", f"{task_id}: {value!r} after {self.outcomes[key][1]!r}")
+        else:
+            self.broken("every copy tells the first value", f"{task_id}: {value!r} after {first!r}")
+
+    def _silent(self, message: str) -> bool:
+        """Whether the store can have been silent for more than a lease after a body of this message."""
+        faults = self.world.faults
+        return bool(faults["long outage"] or faults["cut off"]) and message in self.hits
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -246,13 +293,19 @@ class Ledger:
             return
         for message, task in self.published.items():
             state = world.results.get(message, ("nothing", None))[0]
-            if state not in READY:
+            if state == "RETRY" and message in self.finals and message in self.frozen:
+                self.allowed["RETRY stored over FAILURE by a worker frozen meanwhile"] += 1
+            elif state not in READY:
                 self.broken("no task is lost", f"{task}[{message}] ends as {state}")
             record = world.peek(self.keys.get((message, task), ""))
             note = None if record is None else record.note(message)
             if record is None or note is None:
                 self.broken("no task is lost", f"{task}[{message}] has no record")
-            elif record.state is not State.COMPLETED and note.over < 0 and message not in self.hits:
+            elif record.state is State.COMPLETED or note.over >= 0 or self._silent(message):
+                continue
+            elif state == "FAILURE" and message in self.frozen:
+                self.allowed["a failure told and not over, by a worker frozen for more than a lease"] += 1
+            else:
                 self.broken(
                     "what is told is recorded", f"{task}[{message}] is {record.state.value}, and nothing is over"
                 )
@@ -264,9 +317,15 @@ class Ledger:
 
     def _judge_effects(self) -> None:
         done: dict[Any, list[Run]] = defaultdict(list)
+        shown: Counter[str] = Counter()
         for run in self.runs:
             if run.effect:
                 done[(run.key, run.message, run.generation)].append(run)
+            shown[run.key] += run.effect
+        looked_up = self.world.faults.keys() & {"freeze", "cut off"} == set()
+        for (message, task), key in self.keys.items():
+            if task == "checked" and shown[key] > 1 and looked_up:
+                self.broken("an effect that can be looked up comes once", f"{message}: {shown[key]} times")
         for (_, message, generation), runs in done.items():
             if sum(not run.excused for run in runs) > 1:
                 self.broken(

@@ -170,8 +170,11 @@ class Store:
 
     def _call(self, verb: str, key: str, call: Any, told: Any, token: str | None = None) -> Any:
         here = world()
-        suffered = here.point(verb, "refused", "outage", "long outage") if here.here() is not None else None
-        if suffered == "refused" or here.clock.now < here.down_until:
+        inside = here.here() is not None
+        suffered = here.point(verb, "refused", "cut off", "outage", "long outage") if inside else None
+        if suffered == "cut off":
+            here.freeze()
+        if suffered in {"refused", "cut off"} or here.clock.now < here.down_until:
             raise StoreUnavailable(f"simulated: {verb} is refused", may_have_landed=False)
         before, number = here.peek(key), here.ledger.verbs
         answer = call()
@@ -181,7 +184,10 @@ class Store:
         said = answer.answer if isinstance(answer, Decision) else answer
         here.tell(f"{verb}: {getattr(said, 'value', 'done')}")
         here.seen[f"{verb}: {getattr(said, 'value', 'done')}"] += 1
-        if here.here() is not None and here.point(f"{verb} answered", "unanswered"):
+        suffered = here.point(f"{verb} answered", "unanswered", "cut off") if inside else None
+        if suffered == "cut off":
+            here.freeze()
+        if suffered:
             raise StoreUnavailable(f"simulated: {verb} is not answered", may_have_landed=True)
         return answer
 

@@ -79,6 +79,16 @@ def _again(countdown: float) -> Callable[[Any], None]:
     return publish
 
 
+def _again_failing(app: Any) -> None:
+    kwargs = {"countdown": 10, "fails": True}
+    _sig(app, "again", "m1", kwargs=kwargs).apply_async(link_error=app.signature("note", immutable=True))
+
+
+def _checked(app: Any) -> None:
+    _sig(app, "checked", "m1").apply_async(link=app.signature("note"))
+    _sig(app, "checked", "m2").apply_async()
+
+
 def _again_two(app: Any) -> None:
     _sig(app, "again", "m1", kwargs={"countdown": 10, "times": 2}).apply_async()
     _sig(app, "charge", "m2").apply_async()
@@ -111,8 +121,10 @@ SCENARIOS = (
     Scenario("two failures of one key", _failing_two, (NOTE,)),
     Scenario("a retry at once, with a link", _again(0), (NOTE,)),
     Scenario("a retry in 10 s, with a link", _again(10), (NOTE,)),
+    Scenario("a retry in 10 s that fails", _again_failing, (NOTE,)),
     Scenario("two retries, and another message of the key", _again_two),
     Scenario("a replacement, with a link", _swap),
+    Scenario("two messages of one key, whose effect can be looked up", _checked, (NOTE,)),
     Scenario("a body longer than its lease, with a link", _long, (NOTE,)),
     Scenario("two messages of one key on SQLite", _two, sqlite=True),
     Scenario("a retry in 10 s, with a link, on SQLite", _again(10), (NOTE,), sqlite=True),

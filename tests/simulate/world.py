@@ -183,6 +183,14 @@ class World:
         if worker.doomed:
             raise Crashed
 
+    def freeze(self) -> None:
+        """Freeze the worker whose thread this is, in the middle of what it does."""
+        worker = self.here()
+        if worker is not None:
+            self._hand_over(("freeze", worker))
+            if worker.doomed:
+                raise Crashed
+
     def _hand_over(self, action: tuple[str, Worker] | None) -> None:
         worker = self.here()
         self._action = action
@@ -234,6 +242,7 @@ class World:
         elif label == "freeze":
             worker.frozen_until = self.clock.now + STALL
             self.ledger.hit(worker)
+            self.ledger.frozen.add(worker.delivery.id)
         elif label == "copy":
             self.queue.append(worker.delivery.copy(self.clock.now))
             self.copies += 1
