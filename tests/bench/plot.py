@@ -12,12 +12,15 @@ COLOURS = {"bare": "#8a8f98", "celery_idem": "#2f7ed8", "": "#d98a2b"}
 
 def shares(printed: str) -> str:
     """One group of bars per scene: tasks per second as a share of bare Celery."""
-    groups = [(title, _rows(body)) for title, body in re.findall(r"\*\*(.+?)\*\*\n\n((?:\|.*\n?)+)", printed)]
+    groups = [(title, _rows(body)) for title, body in re.findall(r"\*\*(.+?)\*\*\n\n[^|*]*((?:\|.*\n?)+)", printed)]
     return bars("Tasks per second, as a share of bare Celery", [(title, rows) for title, rows in groups if rows])
 
 
 def _rows(lines: str) -> list[tuple[str, float]]:
-    cells = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in lines.splitlines()]
+    cells = [
+        [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
+        for line in lines.splitlines()
+    ]
     if "of bare" not in cells[0]:
         return []
     column = cells[0].index("of bare")

@@ -49,6 +49,10 @@ class AnswersAtOnce:
         """Done."""
         return Ended.COMPLETED
 
+    def purge(self, _limit: int) -> int:
+        """Nothing expires."""
+        return 0
+
     def close(self) -> None:
         """Nothing to close."""
 
