@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,26 @@ def verbs(store: SQLStore, claim: Claim) -> list[tuple[Callable[[], Any], bool]]
         (lambda: store.forget(claim.key, 1), False),
         (lambda: store.purge(1), True),
     ]
+
+
+@postgres
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_connection_that_was_cut_is_replaced_without_a_word(driver: str, postgres_url: str) -> None:
+    store = SQLStore(driven(postgres_url, driver))
+    store.create_schema()
+    claim = acquired(store)
+    engine = sa.create_engine(postgres_url)
+    cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid != %s"
+    for verb, _ in verbs(store, claim):
+        with engine.connect() as connection:
+            (mine,) = connection.exec_driver_sql("SELECT pg_backend_pid()").one()
+            connection.exec_driver_sql(cut, (mine,))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            verb()
+        assert [str(warning.message) for warning in told] == []
+    engine.dispose()
+    store.close()
 
 
 # -- no answer ---------------------------------------------------------------------------------------------------------

@@ -359,7 +359,7 @@ class Call:
 
     def drop(self) -> None:
         """Give the connection up: what state it is in is not known."""
-        if self._line is not None:
+        if self._line is not None and not self._lost:  # a lost one is; doing it again is a warning in a worker's log
             with contextlib.suppress(Exception):
                 self._line.invalidate()
         self.close()
