@@ -228,7 +228,7 @@ class Delivering:
 
     def told(self) -> None:
         """Celery stored the result and published links, errbacks and chord part: end what is still open."""
-        claim = self._still_open()
+        claim = self._still_open(published=True)
         if claim is None:
             return
         if claim.right:
@@ -238,7 +238,7 @@ class Delivering:
 
     def over(self) -> None:
         """The tracer is through, or has told of a retry. What nobody was told of, another copy must be able to tell."""
-        claim = self._still_open()
+        claim = self._still_open(published=False)
         if claim is None:
             return
         if claim.right:
@@ -246,8 +246,11 @@ class Delivering:
         else:
             self.engine.release(claim, Release.RETRY if self.successor else Release.YIELDED, self.successor)
 
-    def _still_open(self) -> Claim | None:
-        return None if self.operation is None else self.engine.heartbeat.held(self.operation.token)
+    def _still_open(self, *, published: bool) -> Claim | None:
+        if self.operation is None:
+            return None
+        self.engine.heartbeat.told(self.operation.token, published=published)
+        return self.engine.heartbeat.held(self.operation.token)
 
     def _claimed(self) -> None:
         tell_started(self.task, self.request)

@@ -40,6 +40,7 @@ from celery_idem.core.records import (
     Outcome,
     Record,
     Release,
+    Renewal,
     RunResult,
     Status,
     Successor,
@@ -232,6 +233,15 @@ class Engine:
         finally:
             self.heartbeat.discard(claim)
 
+    def lapsed(self, claim: Claim) -> bool:
+        """Whether another took the key while this process stood still; asked only where nobody renewed for a lease."""
+        if not self.heartbeat.overdue(claim.token):
+            return False
+        try:
+            return self.store.renew([claim]).get(claim.token) is Renewal.LOST
+        except StoreError:
+            return False
+
     def abandon(self, claim: Claim) -> None:
         """Stop renewing: the lease lapses."""
         self.heartbeat.discard(claim)
@@ -313,17 +323,21 @@ class Engine:
         elif decision is not None and decision.claim is not None and not decision.claim.right:
             self.release(decision.claim, Release.YIELDED)
 
-    def _patiently(self, call: Callable[[], Any], seconds: float) -> Any:
-        """Call until the store answers, at most that long; holding the slot meanwhile is the back-pressure."""
+    def _patiently(self, call: Callable[[], Any], seconds: float, *, once_more: bool = False) -> Any:
+        """Call until the store answers, at most that long; holding the slot meanwhile is the back-pressure.
+
+        With ``once_more`` the last try begins when the time is over: a stall may have used it up in the middle of one.
+        """
         deadline, pauses = time.monotonic() + seconds, iter(PAUSES)
         while True:
+            began = time.monotonic()
             try:
                 return call()
             except StoreUnavailable:
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if left <= 0 and (began >= deadline or not once_more):
                     raise
-                time.sleep(min(next(pauses, PAUSES[-1]), left))
+                time.sleep(max(0.0, min(next(pauses, PAUSES[-1]), left)))
 
     # --- answers without a claim ---------------------------------------------------------------------------------
 
@@ -422,13 +436,17 @@ class Engine:
         return transaction
 
     def complete(self, claim: Claim, outcome: Outcome, *, patient: bool = True) -> Ended | None:
-        """Record the outcome, asking for at most one lease; None if the store never answered."""
+        """Record the outcome, asking for one lease; None without an answer: then the heartbeat goes on asking."""
         self.cache.drop(claim.key)
         try:
-            ended: Ended = self._patiently(lambda: self.store.complete(claim, outcome), claim.lease if patient else 0.0)
+            ended: Ended = self._patiently(
+                lambda: self.store.complete(claim, outcome), claim.lease if patient else 0.0, once_more=True
+            )
         except StoreError as error:
             self.emit(EventName.COMPLETE_FAILED, claim.operation, fence=claim.fence, error=str(error))
             self.heartbeat.discard(claim)
+            if isinstance(error, StoreUnavailable):
+                self.heartbeat.complete_later(claim, outcome)
             return None
         if ended is not Ended.COMPLETED:
             self.emit(EventName.LEASE_RECLAIMED_LOSS, claim.operation, fence=claim.fence)

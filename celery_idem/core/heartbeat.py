@@ -2,8 +2,8 @@
 
 A lease is due a third of its length after its last confirmed renewal, so a task shorter than that costs nothing.
 Only the answer LOST takes a lease away; no answer means trying again, for the fence still guards. Between beats the
-thread gives back claims whose release got no answer, and deletes expired records, off every task's path. After a fork
-the child starts with a thread of its own. Under gevent it is a real thread all the same, beside the hub.
+thread ends claims whose completion or release got no answer, and deletes expired records, off every task's path. After
+a fork the child starts with a thread of its own. Under gevent it is a real thread all the same, beside the hub.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from celery_idem.core.events import Emitter, EventName
-from celery_idem.core.records import Claim, Operation, Release, Renewal, Successor
+from celery_idem.core.records import Claim, Ended, Operation, Outcome, Release, Renewal, Successor
 from celery_idem.core.threads import Bell, original, start_thread, way_back
 from celery_idem.errors import StoreError, StoreUnavailable
 from celery_idem.interrupt import soft_limit_held
@@ -43,10 +43,14 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Leftover:
+    """A claim whose end got no answer."""
+
     claim: Claim
-    reason: Release
-    successor: Successor | None
+    end: Callable[[], object]
     until: float
+    outcome: Outcome | None = None
+    told: bool = True
+    """Whether what it waits for has been: an outcome, for the message's links to be published."""
 
 
 class Heartbeat:
@@ -90,13 +94,41 @@ class Heartbeat:
 
     def release_later(self, claim: Claim, reason: Release, successor: Successor | None = None) -> None:
         """Give this claim back when the store answers again, or let it lapse within its lease."""
+        end = partial(self._store.release, claim, reason, successor=successor)
+        self._later(_Leftover(claim, end, time.monotonic() + claim.lease))
+
+    def complete_later(self, claim: Claim, outcome: Outcome) -> None:
+        """Record this outcome when the store answers again, unless another has the key by then.
+
+        Where the message continues, not before ``told``.
+        """
+        end, waits = partial(self._store.complete, claim, outcome), claim.operation.delivery.continues
+        self._later(_Leftover(claim, end, time.monotonic() + claim.ttl, outcome, told=not waits))
+
+    def told(self, token: str, *, published: bool) -> None:
+        """What became of the links of a message whose outcome is still to be recorded."""
+        if not self._leftovers or self._pid != os.getpid():
+            return
+        with self._mutex:
+            for left in self._leftovers:
+                if left.claim.token == token and not left.told:
+                    left.told = True
+                    if published and left.outcome is not None:
+                        left.end = partial(self._complete_and_settle, left.claim, left.outcome)
+
+    def _complete_and_settle(self, claim: Claim, outcome: Outcome) -> Ended:
+        ended = self._store.complete(claim, outcome)
+        if ended is Ended.COMPLETED:
+            self._store.settle(claim.key, claim.operation.delivery.message_id)
+        return ended
+
+    def _later(self, leftover: _Leftover) -> None:
         if self._pid != os.getpid():
             self._reset()
-        now = time.monotonic()
         with self._mutex:
-            self._leases.pop(claim.token, None)
-            self._leftovers.append(_Leftover(claim, reason, successor, now + claim.lease))
-            self._wake_by(now + RETRY_AFTER)
+            self._leases.pop(leftover.claim.token, None)
+            self._leftovers.append(leftover)
+            self._wake_by(time.monotonic() + RETRY_AFTER)
 
     def _wake_by(self, moment: float) -> None:
         if self._join is None:
@@ -111,6 +143,11 @@ class Heartbeat:
         if self._pid == os.getpid():
             with self._mutex:
                 self._leases.pop(claim.token, None)
+
+    def overdue(self, token: str) -> bool:
+        """Whether nobody has confirmed this lease for its whole length, so that it may have lapsed."""
+        lease = self._leases.get(token) if self._pid == os.getpid() else None
+        return lease is not None and time.monotonic() > lease.due + lease.claim.lease * 2 / 3
 
     def held(self, token: str) -> Claim | None:
         """The claim or right this process keeps alive under the token, if any."""
@@ -187,16 +224,25 @@ class Heartbeat:
     def _give_back(self, now: float) -> None:
         with self._mutex:
             self._leftovers = [left for left in self._leftovers if left.until > now]
-            leftovers = list(self._leftovers)
+            leftovers = [left for left in self._leftovers if left.told]
         for left in leftovers:
             try:
-                self._store.release(left.claim, left.reason, successor=left.successor)
+                ended = left.end()
             except StoreUnavailable:
                 raise  # all stay for later
-            except StoreError as error:  # this one alone cannot be given back
-                self._back(partial(logger.warning, "a claim of %s was not given back: %s", left.claim.key, error))
+            except StoreError as error:  # this one alone cannot be ended
+                self._back(partial(logger.warning, "a claim of %s was not ended: %s", left.claim.key, error))
+            else:
+                if left.outcome is not None:
+                    self._say_late(left.claim, ended)
             with self._mutex:
                 self._leftovers.remove(left)
+
+    def _say_late(self, claim: Claim, ended: object) -> None:
+        if ended is Ended.COMPLETED:
+            self._tell(EventName.COMPLETED_LATE, claim.operation, fence=claim.fence)
+        else:
+            self._tell(EventName.LEASE_RECLAIMED_LOSS, claim.operation, fence=claim.fence)
 
     def _lose(self, lease: _Lease) -> None:
         with self._mutex:

@@ -192,6 +192,9 @@ class Run:
                 self._tell(EventName.LEASE_RECLAIMED_LOSS)
                 return RunResult(Status.LEASE_LOST, decision=self.decision)
             return RunResult(Status.EXECUTED, value, self.decision, None, error)
+        if not self.observe and self.engine.lapsed(self.claim):  # before Celery tells of a run that does not count
+            self._tell(EventName.LEASE_RECLAIMED_LOSS)
+            return RunResult(Status.LEASE_LOST, decision=self.decision)
         return RunResult(Status.EXECUTED, value, self.decision, self.claim, error)
 
     def _complete(self, ending: Ending, value: Any, error: BaseException | None) -> RunResult:

@@ -13,9 +13,10 @@ from celery.canvas import StampingVisitor
 from celery.exceptions import Ignore, ImproperlyConfigured
 from kombu.utils.imports import symbol_by_name
 
-from celery_idem import Policy, ReplayImpossible, continuation
+from celery_idem import Policy, ReplayImpossible, StoreUnavailable, continuation
 from celery_idem.core.records import Kind, State
 from tests.support.delivery import Shop
+from tests.support.workers import wait_until
 
 
 @pytest.fixture
@@ -767,3 +768,25 @@ def test_a_chords_errbacks_run_once_if_the_part_that_told_them_is_killed_before_
         shop.idem.run_all()
     shop.idem.run_all()
     assert (len(charge.runs), told) == (2, ["body"])
+
+
+def test_an_outcome_recorded_late_is_settled_once_its_links_are_out(
+    make_shop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store was away at the completion; Celery went on, and the copies that come afterwards publish nothing."""
+    shop = make_shop()
+    charge, plain = charge_task(shop, Policy(lease=0.2)), plain_task(shop)
+    message = shop.send(charge, link=plain.s())
+
+    def away(*_: Any, **__: Any) -> Any:
+        raise StoreUnavailable("complete: no answer", may_have_landed=False)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shop.store, "complete", away)
+        assert shop.deliver(message).value == 50
+    assert len(shop.messages()) == 1, "the link"
+    key = charge.runs[-1].key
+    wait_until(lambda: shop.store.get(key).state is State.COMPLETED, 10, "the outcome to be recorded after all")
+    assert shop.deliver(message).value == 50
+    assert shop.messages() == []
+    assert len(charge.runs) == 1

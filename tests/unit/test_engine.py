@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -477,6 +478,72 @@ def test_a_completion_without_an_answer_counts_for_nothing_once_the_key_is_known
     result = b.engine.run(op(), body)
     assert (result.status, result.value) == (Status.LEASE_LOST, None)
     assert {"LEASE_LOST", "COMPLETE_FAILED"} <= set(b.names())
+
+
+def test_a_completion_without_an_answer_is_recorded_when_the_store_answers_again(bench: Any) -> None:
+    store = Silent(MemoryStore())
+    b = bench(Policy(lease=0.2), store=store)
+    store.fail("complete", *down_always())
+    b.engine.run(op(), b.body())
+    store.failing.clear()
+    wait_until(
+        lambda: store.get(key_for("order:1")).state is State.COMPLETED, 10, "the outcome to be recorded after all"
+    )
+    assert b.engine.run(op(message="N"), b.body()).value == "done"
+    assert b.runs == 1
+    assert b.terminal()[-1] == "REPLAYED"
+    assert "COMPLETED_LATE" in b.names()
+
+
+def test_a_completion_that_comes_too_late_changes_nothing_and_says_so(bench: Any) -> None:
+    store = Silent(MemoryStore())
+    b = bench(Policy(lease=0.2), store=store)
+    store.fail("complete", *down_always())
+    b.engine.run(op(), b.body("mine"))
+    time.sleep(0.3)  # its lease lapses
+    theirs = store.claim(op(message="N"), lease=60, ttl=600).claim
+    store.failing.clear()
+    wait_until(lambda: b.names()[-1] == "LEASE_RECLAIMED_LOSS", 10, "the late completion to be refused")
+    assert store.get(key_for("order:1")).token == theirs.token
+
+
+class StallsOnce(MemoryStore):
+    """Its first completion takes longer than the lease and fails; another message has its say meanwhile."""
+
+    stalled = False
+
+    def complete(self, claim: Any, outcome: Any, **options: Any) -> Any:
+        if self.stalled:
+            return super().complete(claim, outcome, **options)
+        self.stalled = True
+        self._clock.advance(claim.lease + 1)  # type: ignore[attr-defined]
+        other = self.claim(op(message="N"), lease=60, ttl=60).claim
+        assert other is not None
+        super().complete(other, outcome)
+        time.sleep(claim.lease + 0.1)
+        raise down()
+
+
+def test_a_completion_cut_off_by_a_stall_longer_than_the_lease_is_tried_once_more(bench: Any) -> None:
+    b = bench(Policy(lease=0.2, wait_timeout=0), store=StallsOnce(clock=ManualClock()))
+    assert b.engine.run(op(), b.body()).status is Status.LEASE_LOST
+    assert "COMPLETE_FAILED" not in b.names()
+
+
+def test_an_exception_of_a_run_that_stood_still_and_lost_its_key_is_told_to_nobody(bench: Any) -> None:
+    """Else Celery would hear of a failure that another copy of the message knows nothing of."""
+    store = MemoryStore(clock=ManualClock())
+    b = bench(Policy(lease=60.0, wait_timeout=0), store=store)
+
+    def stands_still(context: Any) -> None:
+        store._clock.advance(61)  # type: ignore[attr-defined]
+        assert store.claim(op(message="N"), lease=60, ttl=600).claim is not None
+        b.heartbeat._leases[context.token].due -= 61  # as long as the process stood still, nothing was renewed
+        raise ValueError("declined")
+
+    result = b.engine.attempt(op(), stands_still, ending=lambda *_: Ending.keep())
+    assert (result.status, result.error) == (Status.LEASE_LOST, None)
+    assert b.names() == ["NEW", "LEASE_RECLAIMED_LOSS"]
 
 
 def test_a_record_that_cannot_be_read_is_told_and_does_not_run(bench: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from celery_idem.core.events import Emitter
 from celery_idem.core.heartbeat import Heartbeat
-from celery_idem.core.records import Claim, Delivery, Operation
+from celery_idem.core.records import Claim, Delivery, Kind, Operation, Outcome, State
 from celery_idem.core.threads import Bell, start_thread
 from celery_idem.stores.memory import MemoryStore
 from tests.support.workers import wait_until
@@ -238,3 +238,25 @@ def test_under_gevent(script: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.stdout == "ok\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("published", "settled"), [(True, True), (False, False)])
+def test_an_outcome_that_is_recorded_late_waits_for_the_links_of_its_message(published: bool, settled: bool) -> None:
+    """Recorded and settled before Celery has published them, they would be lost with a process that dies there."""
+    store, operation = MemoryStore(), Operation("c" * 64, Delivery("M", continues=True), "c" * 32)
+    claim = store.claim(operation, lease=60, ttl=60).claim
+    assert claim is not None
+    heartbeat = Heartbeat(store, Emitter(), purge=False)
+    heartbeat.complete_later(claim, Outcome(Kind.IGNORED))
+    heartbeat._work([], time.monotonic())
+    assert store.get(claim.key).state is State.CLAIMED  # type: ignore[union-attr]
+    heartbeat.told("another token", published=True)
+    heartbeat._work([], time.monotonic())
+    assert store.get(claim.key).state is State.CLAIMED  # type: ignore[union-attr]
+    heartbeat.told(claim.token, published=published)
+    heartbeat._work([], time.monotonic())
+    record = store.get(claim.key)
+    assert record is not None
+    assert record.state is State.COMPLETED
+    assert record.note("M").settled is settled
+    heartbeat.stop()
