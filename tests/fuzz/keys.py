@@ -34,43 +34,49 @@ def _whole(args: list[Any], kwargs: dict[str, Any]) -> object:
 # --- no two operations share a key -----------------------------------------------------------------------------------
 
 
-def _operation(draw: Draw) -> tuple[object, str]:
-    """One operation: who it is to an independent reader, and its effective key."""
-    place = tuple(draw(framing) for _ in range(3))
-    depth = draw(st.integers(0, 2))
-    args, kwargs = _call(draw, plain)
-    whole = _whole(args, kwargs)
-    call = bind(body, args, kwargs)
-    kind = draw(st.sampled_from(["message", "explicit", "arguments", "names", "template", "function"]))
-    text = draw(framing.filter(str.strip))
+def _parts(draw: Draw) -> dict[str, Any]:
+    """All that one operation is made of."""
+    return {
+        "place": tuple(draw(framing) for _ in range(3)),
+        "depth": draw(st.integers(0, 2)),
+        "call": _call(draw, plain),
+        "kind": draw(st.sampled_from(["message", "explicit", "arguments", "names", "template", "function"])),
+        "text": draw(framing.filter(str.strip)),
+        "names": sorted(draw(st.sets(st.sampled_from(["a", "b", "c"]), min_size=1))),
+        "template": draw(st.sampled_from(["{a}", "x:{a}", "{a}{c}", "{a}:{c}", "{c}{a}", "{{{a}"])),
+    }
+
+
+def _identified(parts: dict[str, Any]) -> tuple[object, str]:
+    """Who an operation is to an independent reader, and its effective key."""
+    kind, text, names, template = (parts[name] for name in ("kind", "text", "names", "template"))
+    call = bind(body, *parts["call"])
     if kind == "message":
-        who: object = text
-        digest = KeySource.parse("message").digest(message_id=text, call=call)
+        who, digest = text, KeySource.parse("message").digest(message_id=text, call=call)
     elif kind == "explicit":
         who, digest = text, KeySource.parse("message").digest(message_id="m", call=call, explicit=text)
     elif kind == "arguments":
-        who, digest = whole, KeySource.parse("arguments").digest(call=call)
+        who, digest = _whole(*parts["call"]), KeySource.parse("arguments").digest(call=call)
     elif kind == "names":
-        names = sorted(draw(st.sets(st.sampled_from(["a", "b", "c"]), min_size=1)))
         who = (tuple(names), tuple(meaning(call.full[name]) for name in names))
         digest = KeySource.parse(names).digest(call=call)
     elif kind == "template":
-        template = draw(st.sampled_from(["{a}", "x:{a}", "{a}{c}", "{a}:{c}", "{c}{a}", "{{{a}"]))
-        names = [name for name in ("a", "c") if "{" + name + "}" in template]
-        names.sort(key=template.index)
-        who = (template, tuple(meaning(call.full[name]) for name in names))
+        fields = sorted((n for n in ("a", "c") if "{" + n + "}" in template), key=template.index)
+        who = (template, tuple(meaning(call.full[name]) for name in fields))
         digest = KeySource.parse(template).digest(call=call)
     else:
-        who = meaning(list(call.full.values())[:1])
+        who = meaning([call.full["a"]])
         digest = KeySource.parse(lambda arguments: [arguments["a"]]).digest(call=call)
-    return (place, depth, kind, who), effective_key(*place, depth, digest)
+    return (parts["place"], parts["depth"], kind, who), effective_key(*parts["place"], parts["depth"], digest)
 
 
 def play_pairs(draw: Draw, _: Any) -> str:
-    """Two operations share a key exactly where an independent reader calls them one."""
+    """Two operations, which have some parts in common, share a key exactly where an independent reader says one."""
+    parts, fresh = _parts(draw), _parts(draw)
+    common = draw(st.sets(st.sampled_from(sorted(parts))))
     try:
-        one, one_key = _operation(draw)
-        other, other_key = _operation(draw)
+        one, one_key = _identified(parts)
+        other, other_key = _identified({**fresh, **{name: parts[name] for name in common}})
     except Refused:
         return "means nothing in JSON"
     except KeyMissing:

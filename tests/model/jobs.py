@@ -17,18 +17,18 @@ AS_THEY_ARE = (
 )
 """Three workers where nothing else is said, two for an action; one key."""
 BROKEN = (
-    Job("claim", ("STEAL", "RESTORES=1")),
-    Job("claim", ("NO_RIGHT", "RESTORES=1")),
-    Job("claim", ("NO_OVER", "FAILURES=1", "RESTORES=1")),
-    Job("claim", ("NO_NOT_DUE", "GENERATIONS=2", "RESTORES=1")),
-    Job("claim", ("NO_FENCE", "RESTORES=1", "LAPSES=1")),
-    Job("claim", ("NO_SETTLED", "RESTORES=1")),
-    Job("claim", ("TELL_LATE", "FAILURES=1", "CRASHES=1")),
-    Job("claim", ("ACK_FIRST", "RESTORES=1", "CRASHES=1")),
-    Job("action", ("ANY_STATE",)),
-    Job("action", ("TWO_STATEMENTS",)),
-    Job("action", ("EXECUTE_FIRST",)),
-    Job("action", ("RECOVER_TO_GATED",)),
-    Job("action", ("FAIL_WHEN_KILLED",)),
+    Job("claim", ("STEAL", "RESTORES=1"), quick=True),
+    Job("claim", ("NO_RIGHT", "RESTORES=1"), quick=True),
+    Job("claim", ("NO_OVER", "FAILURES=1", "RESTORES=1"), quick=True),
+    Job("claim", ("NO_NOT_DUE", "GENERATIONS=2", "RESTORES=1"), quick=True),
+    Job("claim", ("NO_FENCE", "RESTORES=1", "LAPSES=1"), quick=True),
+    Job("claim", ("NO_SETTLED", "RESTORES=1"), quick=True),
+    Job("claim", ("TELL_LATE", "FAILURES=1", "CRASHES=1"), quick=True),
+    Job("claim", ("ACK_FIRST", "RESTORES=1", "CRASHES=1"), quick=True),
+    Job("action", ("ANY_STATE",), quick=True),
+    Job("action", ("TWO_STATEMENTS",), quick=True),
+    Job("action", ("EXECUTE_FIRST",), quick=True),
+    Job("action", ("RECOVER_TO_GATED",), quick=True),
+    Job("action", ("FAIL_WHEN_KILLED",), quick=True),
 )
 """Each must be found wanting."""
