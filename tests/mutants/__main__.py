@@ -28,25 +28,6 @@ PATIENCE = 10.0, 3.0
 """Seconds, and times what the tests take on the file as it is: longer than that, and a mutant hangs."""
 
 
-@dataclass
-class Report:
-    """What became of one file's mutants."""
-
-    target: Target
-    made: int = 0
-    fates: Counter[Fate] = field(default_factory=Counter)
-    judged: list[Mutant] = field(default_factory=list)
-    unjudged: list[Mutant] = field(default_factory=list)
-    sound: bool = True
-
-    @property
-    def row(self) -> list[object]:
-        """Its line of the table."""
-        run = sum(self.fates.values())
-        counts = [self.fates[fate] for fate in Fate]
-        return [self.target.file, self.made, run, *counts, len(self.judged), len(self.unjudged)]
-
-
 @dataclass(frozen=True)
 class Plan:
     """What a run was asked for."""
@@ -61,33 +42,62 @@ class Plan:
         """The mutants of this file to try."""
         return drawn(mutants, self.seed)[: None if self.whole else self.count or target.drawn]
 
+    def known(self, mutant: Mutant) -> Fate | None:
+        """What an earlier run of the session found out, unless it may have changed."""
+        fate = self.session.known(mutant)
+        return None if fate is Fate.SURVIVED and judgement(mutant, self.judged) is None else fate
+
+
+@dataclass
+class Report:
+    """What became of one file's mutants."""
+
+    target: Target
+    made: int = 0
+    fates: Counter[Fate] = field(default_factory=Counter)
+    judged: list[Mutant] = field(default_factory=list)
+    unjudged: list[Mutant] = field(default_factory=list)
+    sound: bool = True
+
+    def add(self, mutant: Mutant, fate: Fate, plan: Plan) -> None:
+        """Count one more."""
+        self.fates[fate] += 1
+        if fate is Fate.SURVIVED:
+            (self.unjudged if judgement(mutant, plan.judged) is None else self.judged).append(mutant)
+
+    @property
+    def row(self) -> list[object]:
+        """Its line of the table."""
+        run = sum(self.fates.values())
+        counts = [self.fates[fate] for fate in Fate]
+        return [self.target.file, self.made, run, *counts, len(self.judged), len(self.unjudged)]
+
 
 def experiment(place: Laboratory, target: Target, plan: Plan, until: float) -> Report:
     """Run the target's tests on its mutants, or on those drawn of them; none is begun after ``until``."""
-    report = Report(target)
-    status, took = place.run(target.tests)
+    mutants = mutants_of(place.tree, target.file)
+    chosen = plan.of(target, mutants)
+    report = Report(target, made=len(mutants))
+    known = {mutant: fate for mutant in chosen if (fate := plan.known(mutant)) is not None}
+    unknown = [mutant for mutant in chosen if mutant not in known]
+    status, took = place.run(target.tests) if unknown else (0, 0.0)
     if status != 0:
         report.sound = False
         progress(f"{target.file}: its tests fail without a mutant\n{place.output.read_text()[-2000:]}")
         return report
-    mutants = mutants_of(place.tree, target.file)
-    report.made = len(mutants)
-    chosen = plan.of(target, mutants)
-    progress(f"{target.file}: {len(chosen)} of {len(mutants)} mutants, its tests take {took:.1f} s")
-    for number, mutant in enumerate(chosen, 1):
-        fate = plan.session.known(mutant)
-        if fate is None:
-            if time.monotonic() > until:
-                continue
-            fate = place.fate(mutant, target.tests, PATIENCE[0] + PATIENCE[1] * took)
-            plan.session.note(mutant, fate)
-        report.fates[fate] += 1
+    for mutant, fate in known.items():
+        report.add(mutant, fate, plan)
+    progress(f"{target.file}: {len(unknown)} of {len(mutants)} mutants, its tests take {took:.1f} s")
+    for number, mutant in enumerate(unknown, 1):
+        if time.monotonic() > until:
+            break
+        fate = place.fate(mutant, target.tests, PATIENCE[0] + PATIENCE[1] * took)
+        plan.session.note(mutant, fate)
+        report.add(mutant, fate, plan)
         if fate is Fate.SURVIVED:
-            equivalent = judgement(mutant, plan.judged) is not None
-            (report.judged if equivalent else report.unjudged).append(mutant)
-            progress(f"survived{', as judged' if equivalent else ''}: {mutant}")
+            progress(f"survived: {mutant}")
         if number % 20 == 0:
-            progress(f"{target.file}: {number} of {len(chosen)}")
+            progress(f"{target.file}: {number} of {len(unknown)}")
     return report
 
 

@@ -15,8 +15,13 @@ PAGE = Path(__file__).with_name("judged.txt")
 
 KINDS = (
     (
-        r"NumberReplacer",
-        r"^(PAUSES|POLLS) = \(",
+        r"ReplaceTrueWithFalse",
+        r"^@dataclass\(.*slots=False\)$",
+        "slots save memory, and nobody gives such an object another attribute",
+    ),
+    (
+        r"NumberReplacer|ReplaceUnaryOperator_\w+",
+        r"^(PAUSES|POLLS) = |(PAUSES|POLLS)\[",
         "how long to pause between two asks is a choice, and no promise hangs on it",
     ),
     (

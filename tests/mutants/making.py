@@ -3,22 +3,55 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import random
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
-import parso
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.ast.ast_query import ASTQuery
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
+from parso.tree import NodeOrLeaf
 
 from tests.mutants.mutant import Mutant
+
+_CLASS = "class _:\n"
+"""What a method stands under while it is parsed by itself."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A statement of the module, or a method, parsed by itself: an operator parses all it is given each time."""
+
+    line: int
+    above: str
+    text: str
+    below: str
+    head: str = ""
+    elsewhere: tuple[range, ...] = ()
+    """Lines that are pieces of their own."""
+
+    def mutants(self, file: str) -> Iterator[Mutant]:
+        """Every one."""
+        whole = self.head + self.text
+        seen = {_meaning(whole), None}
+        for operator, occurrence, (line, column), function in sorted(_places(whole), key=lambda place: place[2]):
+            place = self.line + line - 1 - self.head.count("\n"), column
+            if any(place[0] in lines for lines in self.elsewhere):
+                continue
+            changed = mutate_code(whole, get_operator(operator)(), occurrence) or whole
+            meaning = _meaning(changed)
+            if meaning in seen:
+                continue
+            seen.add(meaning)
+            text = changed.removeprefix(self.head)
+            short, change = operator.removeprefix("core/"), _change(self.text, text)
+            yield Mutant(file, short, *place, function, *change, self.above + text + self.below)
 
 
 def mutants_of(root: Path, file: str) -> list[Mutant]:
@@ -26,25 +59,32 @@ def mutants_of(root: Path, file: str) -> list[Mutant]:
 
     What does not compile is none, and neither is a change to an annotation: annotations are never evaluated here.
     """
-    source = (root / file).read_text()
-    made = []
-    # One statement of the module at a time: an operator parses all it is given anew for each of its mutants.
+    made = [mutant for piece in _pieces((root / file).read_text()) for mutant in piece.mutants(file)]
+    return sorted(made, key=lambda mutant: (mutant.line, mutant.column))
+
+
+def _pieces(source: str) -> Iterator[Piece]:
+    lines = source.splitlines(keepends=True)
+
+    def piece(node: NodeOrLeaf, head: str = "", elsewhere: tuple[range, ...] = ()) -> Piece:
+        first, text = node.get_start_pos_of_prefix()[0], node.get_code()
+        above = "".join(lines[: first - 1])
+        return Piece(first, above, text, source[len(above) + len(text) :], head, elsewhere)
+
     for statement in get_ast(source).children:
-        start, text = statement.get_start_pos_of_prefix(), statement.get_code()
-        above = "".join(source.splitlines(keepends=True)[: start[0] - 1])
-        below = source[len(above) + len(text) :]
-        seen = {_meaning(text), None}
-        for operator, occurrence, (line, column), function in sorted(_places(text), key=lambda place: place[2]):
-            changed = mutate_code(text, get_operator(operator)(), occurrence) or text
-            meaning = _meaning(changed)
-            if meaning in seen:
-                continue
-            seen.add(meaning)
-            before, after = _change(text, changed)
-            short = operator.removeprefix("core/")
-            place = start[0] + line - 1, column
-            made.append(Mutant(file, short, *place, function, before, after, above + changed + below))
-    return made
+        methods = list(_methods(statement))
+        own = tuple(range(method.get_start_pos_of_prefix()[0], method.end_pos[0] + 1) for method in methods)
+        yield piece(statement, elsewhere=own)
+        for method in methods:
+            yield piece(method, _CLASS)
+
+
+def _methods(statement: NodeOrLeaf) -> Iterator[NodeOrLeaf]:
+    made = statement.children[-1] if statement.type == "decorated" else statement
+    if made.type == "classdef":
+        for node in made.children[-1].children:
+            if node.type in {"funcdef", "decorated"}:
+                yield node
 
 
 def drawn(mutants: Sequence[Mutant], seed: int) -> list[Mutant]:
@@ -71,12 +111,15 @@ def _places(text: str) -> Iterator[tuple[str, int, tuple[int, int], str]]:
 
 
 def _change(before: str, after: str) -> tuple[str, str]:
-    lines = list(difflib.ndiff(before.splitlines(), after.splitlines()))
-    gone, come = ("; ".join(line[2:].strip() for line in lines if line[:2] == mark) for mark in ("- ", "+ "))
-    return gone, come
+    old, new = before.splitlines(), after.splitlines()
+    same = list(takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
+    old, new = old[len(same) :], new[len(same) :]
+    while old and new and old[-1] == new[-1]:
+        del old[-1], new[-1]
+    return "; ".join(map(str.strip, old)), "; ".join(map(str.strip, new))
 
 
-def _function(node: parso.tree.NodeOrLeaf) -> str:
+def _function(node: NodeOrLeaf) -> str:
     return ASTQuery(node).get_definition_name() or "(module)"
 
 

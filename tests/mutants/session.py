@@ -1,6 +1,6 @@
 """What earlier runs found out, so that a run that was ended goes on where it was.
 
-A file of JSON lines, one per mutant that died. A mutant that survived is asked again: there may be a new test.
+A file of JSON lines, one per mutant. A survivor that nobody judged is asked again: there may be a new test.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.mutants.running import Fate
 
 
 class Session:
-    """The mutants that are known to die, kept in a file where there is one."""
+    """The fates that are known, kept in a file where there is one."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -24,12 +24,12 @@ class Session:
             self._known = {line["mutant"]: Fate(line["fate"]) for line in lines}
 
     def known(self, mutant: Mutant) -> Fate | None:
-        """How this very change to this very file ended; None where it did not, or nobody tried."""
+        """What became of this very change to this very file; None where nobody tried."""
         return self._known.get(_digest(mutant))
 
     def note(self, mutant: Mutant, fate: Fate) -> None:
-        """Remember it, if it died."""
-        if self._path is None or fate is Fate.SURVIVED:
+        """Remember it."""
+        if self._path is None:
             return
         with self._path.open("a") as lines:
             lines.write(json.dumps({"mutant": _digest(mutant), "fate": fate.value, "what": str(mutant)}) + "\n")
