@@ -19,7 +19,10 @@ from tests.governed.ledgers import (
     approval,
     at,
     dispatch,
+    dispatched,
     execution_of,
+    gated,
+    lease,
     look,
     on_each_database,
     proposed,
@@ -185,6 +188,19 @@ def test_it_is_refused_by_name_and_nothing_is_written(ledger: Ledger, store: SQL
         assert named in str(caught.value), (value, str(caught.value))
         assert len(str(caught.value)) < 400
         assert everything(ledger) == before
+
+
+def test_the_bounds_of_a_number_are_allowed(store: SQLActionStore) -> None:
+    for window, looks in ((1, 1), (3600, 100)):
+        dispatched(store, observation_window_seconds=window, max_observations=looks)
+    for delay in (0, 86_400):
+        action_id = gated(store)
+        assert lease(store, action_id) is not None
+        assert store.defer_leased(action_id, OWNER, "later", delay)["state"] == "gated"
+    for moment in (0, 1e11):
+        assert (
+            store.add_receipt(action_id, f"at {moment}", "note", "x", {}, observed_at=moment)["observed_at"] == moment
+        )
 
 
 @on_each_database

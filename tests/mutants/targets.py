@@ -33,6 +33,8 @@ def _contract(*stores: str) -> tuple[str, ...]:
 LEDGER = (
     "tests/governed/test_ledger_verbs.py",
     "tests/governed/test_ledger_decisions.py",
+    "tests/governed/test_ledger_arguments.py",
+    "tests/governed/test_ledger_tampering.py",
     f"-k=sqlite and {NO_PROCESSES}",
 )
 
