@@ -20,6 +20,7 @@ import celery.app.trace
 from celery import Celery
 from celery._state import _task_stack
 from celery.worker import state as worker_state
+from kombu import pools
 from kombu.transport import virtual
 
 import celery_idem.core.effects
@@ -83,7 +84,12 @@ class House:
         return app  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Remove what is on the disk."""
+        """End the threads, and remove what is on the disk."""
+        for worker in self.workers:
+            worker.end()
+        for group in (pools.producers, pools.connections):  # kombu keeps one for every broker it has ever seen
+            for key in [key for key in group if SCHEME in key]:
+                group.pop(key).force_close_all()
         self.sqlite.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -344,6 +350,7 @@ def simulated() -> Iterator[House]:
         logging.getLogger(name) for name in ("celery", "celery_idem", "celery.app.trace", "celery.worker.request")
     ]
     levels = [logger.level for logger in loggers]
+    current_app = celery._state._tls.current_app  # asking the public way would make a default app
     HERE.world = World([], _Nobody(), ManualClock())
     try:
         for place, name, value in changes:
@@ -360,6 +367,7 @@ def simulated() -> Iterator[House]:
             setattr(place, name, value)
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+        celery._state._set_current_app(current_app)
         HERE.world = None
 
 

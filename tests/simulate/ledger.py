@@ -280,8 +280,7 @@ class Ledger:
 
     def _silent(self, message: str) -> bool:
         """Whether the store can have been silent for more than a lease after a body of this message."""
-        faults = self.world.faults
-        return bool(faults["long outage"] or faults["cut off"]) and message in self.hits
+        return bool(self.world.faults["long outage"]) and message in self.hits
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

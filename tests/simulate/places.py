@@ -247,23 +247,30 @@ class SimulatedHeartbeat(Heartbeat):
 
     def _wake_by(self, moment: float) -> None: ...
 
+    quiet_until = 0.0
+    """It stood still with its worker, and wakes a little later."""
+
     def forget(self) -> None:
         """Its process died."""
+        self.quiet_until = 0.0
         self._leases.clear()
         self._leftovers.clear()
 
     def next(self, now: float) -> float:
         """When it has something to do."""
         dues = [lease.due for lease in self._leases.values()]
-        return min([*dues, *([now + RETRY_AFTER] if self._leftovers else [])], default=float("inf"))
+        return max(
+            self.quiet_until, min([*dues, *([now + RETRY_AFTER] if self._leftovers else [])], default=float("inf"))
+        )
 
     def late(self, now: float) -> None:
         """Let it come a second after the worker it belongs to."""
-        for lease in self._leases.values():
-            lease.due = max(lease.due, now + 1.0)
+        self.quiet_until = now + 1.0
 
     def work(self, now: float) -> None:
         """Do what is due."""
+        if now < self.quiet_until:
+            return
         due = [lease for lease in self._leases.values() if lease.due <= now]
         try:
             if due:

@@ -49,6 +49,7 @@ class Worker:
         self.heartbeat: Any = None
         self._baton = _thread.allocate_lock()
         self._baton.acquire()
+        self._over = False
         self._job: Callable[[], None] | None = None
         self._world: Any = None
         self.reset()
@@ -70,6 +71,12 @@ class Worker:
         """Start a delivery with the next baton."""
         self._world, self._job, self.busy, self.wake = world, job, True, 0.0
 
+    def end(self) -> None:
+        """End its thread; it must be idle."""
+        self._over = True
+        self.go()
+        self.thread.join()
+
     def go(self) -> None:
         """Hand the baton to it."""
         self._baton.release()
@@ -81,6 +88,8 @@ class Worker:
     def _live(self) -> None:
         while True:
             self._baton.acquire()
+            if self._over:
+                return
             job, self._job = self._job, None
             try:
                 if job is not None:
