@@ -115,6 +115,7 @@ class InPostgres:
             f"generate_series({first}, {last - 1}) AS number WHERE key = '{MODEL}'"
         )
         execute("ANALYZE celery_idem_record")
+        execute("CHECKPOINT")
 
     def size(self) -> int:
         """As in Redis."""
