@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from celery_idem.conformance import claims
+from celery_idem.conformance.claim_cases import bench
 from celery_idem.conformance.claim_stores import ALONE, MemoryHarness
 from celery_idem.stores.base import open_store
+from celery_idem.stores.memory import MemoryStore
 from tests.conformance import plain_claims
 from tests.conformance.broken_claims import BROKEN, check
 from tests.conformance.broken_claims_base import BedHarness
@@ -33,11 +35,30 @@ def command(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=150, cwd=Path(__file__).parents[2])
 
 
+class ItsOwnClock(MemoryHarness):
+    """A store that goes by the time of day."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda clock: MemoryStore())
+        self.clock = None
+
+
 class TestStoresThatConform:
     def test_memory_keeps_every_rule_that_a_process_can_break(self) -> None:
         results = claims.run(MemoryHarness)
         assert all(result.ok for result in results), shown(results)
         assert not_passed(results) == in_order(*MemoryHarness.excused)
+
+    def test_a_store_whose_clock_nobody_moves_is_held_to_what_can_be_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(bench, "REAL_LEASE", 0.3)
+        results = claims.run(ItsOwnClock)
+        assert [result.name for result in results if result.outcome == claims.FAILED] == [], shown(results)
+        assert not_passed(results) == in_order("clock", *MemoryHarness.excused)
+        assert {result.told for result in results if not result.ok} == {
+            "the harness has no clock hook: add one, or say in excused why there can be none"
+        }
 
     @pytest.mark.redis
     def test_redis_keeps_every_rule_but_those_about_locks(self, redis_url: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from celery_idem.conformance.case import Breach, expect
 from celery_idem.conformance.claim_cases.bench import Bench, case, outcome
-from celery_idem.conformance.claim_cases.trouble import within
+from celery_idem.conformance.claim_cases.trouble import AT_ONCE, within
 from celery_idem.conformance.threads import PATIENCE, together
 from celery_idem.core.codec import Encoded
 from celery_idem.core.records import Answer, Decision, Ended, Kind, Operation, Outcome, Release, Renewal, Successor
@@ -249,11 +249,11 @@ def one_locked_record_delays_no_other(bench: Bench) -> None:
     claims = [bench.take(bench.op(f"k{number}")) for number in range(8)]
     locked = claims[3]
     with bench.hook("locked")(locked.key):
-        with within(0, "a renewal beside a locked record"):
+        with within(AT_ONCE, "a renewal beside a locked record"):
             answers = bench.store.renew(claims)
         wrong = [answers[c.token].value for c in claims if c is not locked and answers[c.token] is not Renewal.RENEWED]
         expect(not wrong, f"beside one locked record, leases were answered {wrong}")
-        with within(0, "claim, complete, find and purge beside a locked record"):
+        with within(AT_ONCE, "claim, complete, find and purge beside a locked record"):
             said = whole_run(bench, bench.store, bench.op("fresh"))
             found = len(list(bench.store.find(task=locked.operation.task)))
             bench.store.purge(10)

@@ -16,6 +16,8 @@ from celery_idem.stores.base import Store
 
 MARGIN = 1.5
 """Seconds that a busy machine may add to a timeout."""
+AT_ONCE = 0.5
+"""Seconds for what waits for nobody."""
 
 
 @contextmanager
