@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from kombu.serialization import dumps, loads, prepare_accept_content
 from kombu.serialization import registry as serializers  # type: ignore[attr-defined]  # the stubs lack it
 
+from celery_idem.core.values import frozen
 from celery_idem.errors import CeleryIdemError, ReplayedFailure
 
 RAW_CONTENT = frozenset({"application/data", "application/text"})  # what kombu hands on as it is
@@ -36,7 +36,7 @@ class Undecodable(CeleryIdemError):
     """The stored value cannot be read: look at the record, then forget the key."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Encoded:
     """A value as it is stored. ``checksum`` is the SHA-256 of the other three, 64 lowercase hex characters."""
 
@@ -91,7 +91,10 @@ def decode_value(encoded: Encoded, accept: Collection[str] | None = None) -> obj
     try:
         if encoded.checksum != _checksum(encoded.body, encoded.content_type, encoded.content_encoding):
             raise Undecodable("the stored value's checksum differs: look at the record, then forget the key")
-        accepted = prepare_accept_content(["json"] if accept is None else accept)
+        accept = ("json",) if accept is None else accept
+        # kombu's spelling of what is accepted, unless this type is plainly among it.
+        plainly = encoded.content_type in accept or serializers.type_to_name.get(encoded.content_type) in accept
+        accepted = (encoded.content_type,) if plainly else prepare_accept_content(accept)
         # kombu hands an empty body, and one whose content type it does not know, on as they are.
         if encoded.content_type not in RAW_CONTENT:
             if not encoded.body:

@@ -9,7 +9,6 @@ with the record to write, or None where nothing may be written.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from celery_idem.core.records import (
     DAY,
@@ -30,6 +29,7 @@ from celery_idem.core.records import (
     State,
     Successor,
 )
+from celery_idem.core.values import replace
 
 Written = Record | None
 
@@ -237,6 +237,11 @@ def decide_forget(record: Record | None, fence: int, *, now: float) -> tuple[boo
         expires_at=max(now + DAY, record.expires_at),
         notes=notes,
     )
+
+
+def first_claim(operation: Operation, *, now: float, lease: float, ttl: float) -> Record:
+    """What ``decide_claim`` makes of no record, without its answer."""
+    return _claimed(None, operation, Answer.ACQUIRED, 1, unknown=False, now=now, lease=lease, ttl=ttl)
 
 
 def claim_of(record: Record, operation: Operation, lease: float, ttl: float) -> Claim:

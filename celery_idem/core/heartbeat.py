@@ -9,7 +9,6 @@ a fork the child starts with a thread of its own. Under gevent it is a real thre
 from __future__ import annotations
 
 import logging
-import os
 import random
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from celery_idem.core.events import Emitter, EventName
+from celery_idem.core.forking import process
 from celery_idem.core.records import Claim, Ended, Operation, Outcome, Release, Renewal, Successor
 from celery_idem.core.threads import Bell, original, start_thread, way_back
 from celery_idem.errors import StoreError, StoreUnavailable
@@ -71,7 +71,7 @@ class Heartbeat:
         self._reset()
 
     def _reset(self) -> None:
-        self._pid = os.getpid()
+        self._pid = process.pid
         self._leases: dict[str, _Lease] = {}
         self._leftovers: list[_Leftover] = []
         # C all through, so a signal's exception cannot leave it taken, as it could inside a condition's own __exit__.
@@ -80,16 +80,19 @@ class Heartbeat:
         self._join: Callable[[], object] | None = None
         self._back = way_back()
         self._wakes_at = float("inf")
+        self._nap = float("inf")
         self._stopping = False
         self._purges_at = time.monotonic() + random.uniform(PURGE_EVERY / 3, PURGE_EVERY)  # noqa: S311
 
     def add(self, claim: Claim, on_lost: Callable[[], None]) -> None:
         """Renew this claim from now on; ``on_lost`` is called once, on the renewal thread, if another took it."""
-        if self._pid != os.getpid():
+        if self._pid != process.pid:
             self._reset()
-        lease = _Lease(claim, on_lost, time.monotonic() + claim.lease / 3)
+        third = claim.lease / 3
+        lease = _Lease(claim, on_lost, time.monotonic() + third)
         with self._mutex:
             self._leases[claim.token] = lease
+            self._nap = min(self._nap, third)
             self._wake_by(lease.due)
 
     def release_later(self, claim: Claim, reason: Release, successor: Successor | None = None) -> None:
@@ -107,7 +110,7 @@ class Heartbeat:
 
     def told(self, token: str, *, published: bool) -> None:
         """What became of the links of a message whose outcome is still to be recorded."""
-        if not self._leftovers or self._pid != os.getpid():
+        if not self._leftovers or self._pid != process.pid:
             return
         with self._mutex:
             for left in self._leftovers:
@@ -123,7 +126,7 @@ class Heartbeat:
         return ended
 
     def _later(self, leftover: _Leftover) -> None:
-        if self._pid != os.getpid():
+        if self._pid != process.pid:
             self._reset()
         with self._mutex:
             self._leases.pop(leftover.claim.token, None)
@@ -140,27 +143,27 @@ class Heartbeat:
 
     def discard(self, claim: Claim) -> None:
         """Stop renewing; the lease lapses unless it is ended."""
-        if self._pid == os.getpid():
+        if self._pid == process.pid:
             with self._mutex:
                 self._leases.pop(claim.token, None)
 
     def overdue(self, token: str) -> bool:
         """Whether nobody has confirmed this lease for its whole length, so that it may have lapsed."""
-        lease = self._leases.get(token) if self._pid == os.getpid() else None
+        lease = self._leases.get(token) if self._pid == process.pid else None
         return lease is not None and time.monotonic() > lease.due + lease.claim.lease * 2 / 3
 
     def held(self, token: str) -> Claim | None:
         """The claim or right this process keeps alive under the token, if any."""
-        lease = self._leases.get(token) if self._pid == os.getpid() else None
+        lease = self._leases.get(token) if self._pid == process.pid else None
         return None if lease is None else lease.claim
 
     def __len__(self) -> int:
-        return len(self._leases) if self._pid == os.getpid() else 0
+        return len(self._leases) if self._pid == process.pid else 0
 
     def stop(self) -> None:
         """End the thread and wait for it; leases still held lapse by themselves. ``add`` starts another."""
         join = self._join
-        if join is None or self._pid != os.getpid():
+        if join is None or self._pid != process.pid:
             return
         self._stopping = True
         self._bell.ring()
@@ -171,10 +174,15 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stopping:
             with self._mutex:
-                self._wakes_at = min([self._purges_at, *(lease.due for lease in self._leases.values())])
+                now = time.monotonic()
+                # While claims come and go the thread looks when one of them would be due, instead of being woken for
+                # each; where none came since it looked last, it sleeps on.
+                dues = (lease.due for lease in self._leases.values())
+                self._wakes_at = min([self._purges_at, now + self._nap, *dues])
+                self._nap = float("inf")
                 if self._leftovers:
-                    self._wakes_at = min(self._wakes_at, time.monotonic() + RETRY_AFTER)
-            self._bell.wait(self._wakes_at - time.monotonic())
+                    self._wakes_at = min(self._wakes_at, now + RETRY_AFTER)
+            self._bell.wait(self._wakes_at - now)
             with self._mutex:
                 self._wakes_at = float("-inf")
                 now = time.monotonic()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from celery_idem.core.codec import Encoded
+from celery_idem.core.values import field, frozen, replace
 
 RECORD_VERSION = 1
 """Version of the record layout this release writes; a record of a higher one is never touched."""
@@ -85,7 +85,7 @@ class Kind(str, enum.Enum):
     REPLACED = "REPLACED"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Delivery:
     """One copy of one message as it reached a worker."""
 
@@ -99,7 +99,7 @@ class Delivery:
     """How often this copy was parked."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Operation:
     """What is claimed, for whom and by whom."""
 
@@ -118,7 +118,7 @@ class Operation:
     """64 hex characters over the covered arguments, or empty where nothing is compared."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Outcome:
     """How a run ended. ``encoded`` is None where no value was kept."""
 
@@ -126,7 +126,7 @@ class Outcome:
     encoded: Encoded | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Right:
     """The leased right to publish one message's links, chain and chord part."""
 
@@ -136,7 +136,7 @@ class Right:
     lease_expires_at: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Note:
     """What a record remembers about one message."""
 
@@ -158,7 +158,7 @@ class Note:
         return leased or (self.successor is not None and self.successor[1] + GRACE > now)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Record:
     """One key as the store holds it."""
 
@@ -194,7 +194,7 @@ class Record:
         return self.notes.get(message_id) or Note()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Claim:
     """Proof of holding a key, or of the right to continue one message (``right``)."""
 
@@ -222,7 +222,7 @@ class Claim:
         return self.operation.token
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Successor:
     """A published retry: its generation, and in how many seconds it is due."""
 
@@ -230,7 +230,7 @@ class Successor:
     delay: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Decision:
     """One answer of ``claim``."""
 
@@ -273,7 +273,7 @@ class Status(str, enum.Enum):
     """The body ran and is completed, but its value could not be kept; duplicates cannot get it."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RunResult:
     """What ``Engine.run`` hands back: the status, the value that goes on, and the facts behind it."""
 
@@ -286,14 +286,14 @@ class RunResult:
     """What the body raised, or what its first run raised and this one replays."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Happened:
     """A ``verify`` answer: the effect is there, and this is the value it would have returned."""
 
     value: Any = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class NotHappened:
     """A ``verify`` answer: the effect is certainly not there, running again is safe."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from celery_idem.core.codec import NotKept
@@ -29,6 +28,7 @@ from celery_idem.core.records import (
     Status,
     Successor,
 )
+from celery_idem.core.values import frozen, replace
 from celery_idem.errors import DeliveriesExhausted, LeaseLost, OutcomeUnknown, StoreUnavailable
 from celery_idem.interrupt import Guard, soft_limit_held
 
@@ -39,7 +39,7 @@ logger = logging.getLogger("celery_idem")
 Body = Callable[[RunContext], Any]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ending:
     """What becomes of the claim when the body is through; made by the three constructors below."""
 

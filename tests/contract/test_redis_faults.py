@@ -143,8 +143,9 @@ def test_a_connection_the_server_closed_costs_one_repeat(redis_url: str, opened:
 
 def lose_one_reply(store: RedisStore) -> None:
     """Let the next answer arrive and break the connection instead of handing it on."""
-    pool = store.wire._pool()  # type: ignore[attr-defined]
-    connection = pool.get_connection(*store.wire._asked_for)  # type: ignore[attr-defined]
+    lender = store.wire._lender()  # type: ignore[attr-defined]
+    lent = lender.take()
+    connection = lent.connection
     real = connection.read_response
 
     def lose(*args: Any, **named: Any) -> Any:
@@ -155,7 +156,7 @@ def lose_one_reply(store: RedisStore) -> None:
         raise redis.ConnectionError("Connection reset by peer")
 
     connection.read_response = lose
-    pool.release(connection)
+    lender.give(lent)
 
 
 def test_a_lost_reply_is_asked_for_once_more(redis_url: str, opened: Opener) -> None:

@@ -125,8 +125,9 @@ def test_many_leases_are_renewed_in_one_round_trip(store: RedisStore, monitor: M
     warm(store)
     claims = [take(store, f"order:{n}") for n in range(20)]
     sends: list[int] = []
-    pool = store.wire._pool()  # type: ignore[attr-defined]
-    connection = pool.get_connection(*store.wire._asked_for)  # type: ignore[attr-defined]
+    lender = store.wire._lender()  # type: ignore[attr-defined]
+    lent = lender.take()
+    connection = lent.connection
     real = connection.send_packed_command
 
     def counted(command: Any, *args: Any, **named: Any) -> Any:
@@ -134,7 +135,7 @@ def test_many_leases_are_renewed_in_one_round_trip(store: RedisStore, monitor: M
         return real(command, *args, **named)
 
     connection.send_packed_command = counted
-    pool.release(connection)
+    lender.give(lent)
     answers: dict[str, Renewal] = {}
     assert monitor.of(lambda: answers.update(store.renew(claims))) == ["EVALSHA"] * 20
     assert answers == {claim.token: Renewal.RENEWED for claim in claims}

@@ -35,7 +35,7 @@ from celery_idem.app import runtime_of
 from celery_idem.core.events import Event
 from celery_idem.received import Request
 from celery_idem.stores.memory import MemoryStore
-from celery_idem.stores.sql.database import Call
+from celery_idem.stores.sql.call import Call
 from celery_idem.stores.sql.store import SQLStore
 from celery_idem.testing.clock import START, ManualClock
 from tests.simulate.places import BACKEND, HERE, SCHEME, Message, SimulatedHeartbeat, Store, world
@@ -319,10 +319,13 @@ def _this_process() -> str:
 
 
 def _statement_points(execute: Any) -> Any:
-    def stepwise(call: Call, name: str, params: dict[str, Any]) -> Any:
-        if HERE.world is not None and world().here() is not None:
+    def stepwise(call: Any, name: str, params: dict[str, Any]) -> Any:
+        whole = getattr(call, "whole", False)  # inside one transaction of SQLite's nobody else gets at the file
+        if not whole and HERE.world is not None and world().here() is not None:
             world().point(f"statement {name}")
-        return execute(call, name, params)
+        found = execute(call, name, params)
+        call.whole = name == "begin" or (whole and name != "commit")
+        return found
 
     return stepwise
 

@@ -17,7 +17,7 @@ from celery_idem.stores.redis.store import RedisStore
 def pool_of(url: Any, **options: Any) -> Any:
     """The pool a store on this URL would use, unconnected."""
     store = RedisStore(url, **{"timeout": 4.0, **options})
-    return store.wire._pool()  # type: ignore[attr-defined]
+    return store.wire._lender().pool  # type: ignore[attr-defined]
 
 
 def settings_of(url: Any, **options: Any) -> dict[str, Any]:

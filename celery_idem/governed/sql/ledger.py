@@ -19,7 +19,8 @@ from celery_idem.errors import ConfigurationError, StoreUnavailable
 from celery_idem.governed import records
 from celery_idem.governed.sql import schema
 from celery_idem.governed.sql.transaction import Transaction
-from celery_idem.stores.sql.database import Call, Database
+from celery_idem.stores.sql.call import Call
+from celery_idem.stores.sql.database import Database
 from celery_idem.stores.sql.failures import Again, Locked, NoSchema, is_driver_error
 
 logger = logging.getLogger("celery_idem")

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from celery_idem.core.codec import Encoded
 from celery_idem.core.records import (
@@ -36,8 +36,12 @@ NOTE = b"m:"
 _INTEGER = re.compile(rb"(?=.{1,17}\Z)-?[0-9]+")
 _NUMBER = re.compile(rb"[0-9.eE+-]+")
 _FLAGS = {b"0": False, b"1": True}
+_STATES = {state.value.encode(): state for state in State}
+_ANSWERS = {answer.value.encode(): answer for answer in (Answer.ACQUIRED, Answer.RECLAIMED, Answer.COMPLETED)}
+_KINDS = {kind.value.encode(): kind for kind in Kind}
 
 Fields = Mapping[str, bytes | None]
+T = TypeVar("T")
 
 
 class Unreadable(Exception):
@@ -51,8 +55,8 @@ def by_name(values: Sequence[bytes | None]) -> dict[str, bytes | None]:
 
 def record_of(key: str, fields: Fields, notes: Mapping[str, Note]) -> Record:
     """The record that these fields spell; ``Unreadable`` names the first one that cannot be read."""
-    state = _one_of(State, fields, "state")
-    kind = None if fields.get("kind") is None else _one_of(Kind, fields, "kind")
+    state = _one_of(_STATES, fields, "state")
+    kind = None if fields.get("kind") is None else _one_of(_KINDS, fields, "kind")
     if state is State.COMPLETED and kind is None:
         raise Unreadable("kind")
     unknown = _FLAGS.get(fields.get("unknown") or b"")
@@ -66,7 +70,7 @@ def record_of(key: str, fields: Fields, notes: Mapping[str, Note]) -> Record:
         message_id=_text(fields, "message"),
         generation=_integer(fields, "generation"),
         attempts=_integer(fields, "attempts"),
-        answer=_first_answer(fields),
+        answer=_one_of(_ANSWERS, fields, "answer"),
         unknown=unknown,
         task=_text(fields, "task"),
         namespace=_text(fields, "namespace"),
@@ -159,18 +163,11 @@ def _encoded(fields: Fields) -> Encoded | None:
     return Encoded(body, kind, encoding, checksum)
 
 
-def _first_answer(fields: Fields) -> Answer:
-    answer: Answer = _one_of(Answer, fields, "answer")
-    if answer not in (Answer.ACQUIRED, Answer.RECLAIMED, Answer.COMPLETED):
-        raise Unreadable("answer")
-    return answer
-
-
-def _one_of(kind: Any, fields: Fields, name: str) -> Any:
-    try:
-        return kind((fields.get(name) or b"").decode())
-    except ValueError:  # UnicodeDecodeError is one
-        raise Unreadable(name) from None
+def _one_of(kinds: Mapping[bytes, T], fields: Fields, name: str) -> T:
+    found = kinds.get(fields.get(name) or b"")
+    if found is None:
+        raise Unreadable(name)
+    return found
 
 
 def _text(fields: Fields, name: str) -> str:
@@ -182,7 +179,7 @@ def _text(fields: Fields, name: str) -> str:
 
 def _integer(fields: Fields, name: str) -> int:
     value = fields.get(name)
-    if value is None or _INTEGER.fullmatch(value) is None:
+    if value is None or not ((value.isdigit() and len(value) <= 17) or _INTEGER.fullmatch(value)):
         raise Unreadable(name)
     return int(value)
 
@@ -190,7 +187,11 @@ def _integer(fields: Fields, name: str) -> int:
 def _number(fields: Fields, name: str) -> float:
     value = fields.get(name)
     try:
-        if value is not None and _NUMBER.fullmatch(value) is not None and math.isfinite(number := float(value)):
+        if (
+            value is not None
+            and (value.isdigit() or _NUMBER.fullmatch(value))
+            and math.isfinite(number := float(value))
+        ):
             return number
     except ValueError:
         pass

@@ -8,7 +8,6 @@ layout that of rows.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from celery_idem.core.decide import kept as seconds_kept
@@ -26,6 +25,7 @@ from celery_idem.core.records import (
     State,
     Successor,
 )
+from celery_idem.core.values import replace
 from celery_idem.errors import ConfigurationError, RecordCorrupt
 from celery_idem.stores.redis.checks import check_store, shares_memory
 from celery_idem.stores.redis.connection import wire_for

@@ -7,16 +7,17 @@ Where connections come from is connection.py's business, what the commands mean 
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from redis import VERSION, exceptions
+from redis import exceptions
 
+from celery_idem.core.forking import process
 from celery_idem.errors import StoreUnavailable
+from celery_idem.stores.redis.lender import Lender, Lent
 from celery_idem.stores.redis.scripts import Script
 
 Command = Sequence[Any]
@@ -84,9 +85,8 @@ class PooledWire:
     def __init__(self, new_pool: Callable[[], Any], timeout: float) -> None:
         self._new_pool = new_pool
         self._timeout = timeout
-        self._pools: dict[int, Any] = {}
-        # Since 5.3 redis-py warns about the argument it needed before.
-        self._asked_for = () if tuple(int(part) for part in VERSION[:2]) >= (5, 3) else ("EVALSHA",)
+        self._patience = timeout * 0.95
+        self._lenders: dict[int, Lender] = {}
 
     def run(self, script: Script, key: str, args: Sequence[Any]) -> Any:
         """See ``Wire.run``."""
@@ -130,22 +130,23 @@ class PooledWire:
 
     def close(self) -> None:
         """See ``Wire.close``."""
-        pool = self._pools.pop(os.getpid(), None)
-        if pool is None:
+        lender = self._lenders.pop(process.pid, None)
+        if lender is None:
             return
-        pool.disconnect()
-        for sentinel in getattr(getattr(pool, "sentinel_manager", None), "sentinels", ()):
+        lender.empty()
+        lender.pool.disconnect()
+        for sentinel in getattr(getattr(lender.pool, "sentinel_manager", None), "sentinels", ()):
             sentinel.connection_pool.disconnect()
 
-    def _pool(self) -> Any:
+    def _lender(self) -> Lender:
         """This process's pool. No lock: one held at a fork would stay held in the child for ever."""
-        mine = os.getpid()
-        pool = self._pools.get(mine)
-        if pool is None:
-            pool = self._pools.setdefault(mine, self._new_pool())
-            for other in [pid for pid in list(self._pools) if pid != mine]:
-                self._pools.pop(other, None)
-        return pool
+        mine = process.pid
+        lender = self._lenders.get(mine)
+        if lender is None:
+            lender = self._lenders.setdefault(mine, Lender(self._new_pool(), self._patience))
+            for other in [pid for pid in list(self._lenders) if pid != mine]:
+                self._lenders.pop(other, None)
+        return lender
 
     def _exchange(self, commands: Sequence[Command], deadline: float, before: bool = False) -> tuple[list[Any], bool]:
         """One answer per command, ``ResponseError`` among them; all on one connection, sent at once.
@@ -154,18 +155,18 @@ class PooledWire:
         """
         while True:
             sent = False
-            pool = self._pool()
+            lender = self._lender()
             try:
-                connection = pool.get_connection(*self._asked_for)
+                packed = _packed(commands)
+                lent = lender.take()
                 try:
-                    packed = _packed(connection, commands)
                     sent = True
-                    return self._talk(connection, packed, len(commands), deadline), before
+                    replies = self._talk(lent, packed, len(commands), deadline)
                 except BaseException:
-                    connection.disconnect()  # an answer may still come, and it would be taken for the next one's
+                    lender.drop(lent)
                     raise
-                finally:
-                    pool.release(connection)
+                lender.give(lent)
+                return replies, before
             except (exceptions.RedisError, OSError) as error:
                 failure = unavailable(error, sent=sent, before=before)
                 repeat = sent and not before and _dropped(error)
@@ -173,18 +174,23 @@ class PooledWire:
                 if not repeat or time.monotonic() > deadline - self._timeout / 2:
                     raise failure from error
 
-    def _talk(self, connection: Any, packed: Any, answers: int, deadline: float) -> list[Any]:
-        connection.send_packed_command(packed)
+    def _talk(self, lent: Lent, packed: bytes, answers: int, deadline: float) -> list[Any]:
+        connection, hurried = lent.connection, False
+        connection.send_packed_command([packed])
         replies: list[Any] = []
         for _ in range(answers):
-            if not connection.can_read(timeout=max(deadline - time.monotonic(), 0.001)):
-                raise exceptions.TimeoutError("no answer in time")
+            left = deadline - time.monotonic()
+            if left < self._patience:
+                lent.socket.settimeout(max(left, 0.001))
+                hurried = True
             try:
                 replies.append(connection.read_response())
             except exceptions.ResponseError as error:
                 if code_of(error) == "READONLY":
                     raise  # a demoted primary: without this connection the next verb looks up where the new one is
                 replies.append(error)
+        if hurried:
+            lent.socket.settimeout(self._patience)
         return replies
 
 
@@ -269,10 +275,20 @@ def code_of(error: BaseException) -> str | None:
     return None
 
 
-def _packed(connection: Any, commands: Sequence[Command]) -> Any:
-    if len(commands) == 1:
-        return connection.pack_command(*commands[0])
-    return connection.pack_commands(commands)
+def _packed(commands: Sequence[Command]) -> bytes:
+    """The commands as the server reads them; a word is bytes, text or a number."""
+    parts: list[bytes] = []
+    for words in commands:
+        parts.append(b"*%d\r\n" % len(words))
+        for word in words:
+            if isinstance(word, str):
+                said = word.encode()
+            elif isinstance(word, bytes):
+                said = word
+            else:
+                said = repr(word).encode()
+            parts.append(b"$%d\r\n%b\r\n" % (len(said), said))
+    return b"".join(parts)
 
 
 def _or_refusal(reply: Any, before: bool) -> Any:

@@ -1,48 +1,39 @@
-"""Connections: an engine per process, and ``Call``, one verb's statements within its deadline.
+"""Connections: an engine per process, connected in time, and none of them shared across a fork.
 
-Owns timeouts (with the watchdog), forks, stale connections and the translation of errors. The statements go straight
-to the driver's cursor on a pooled autocommit connection: Core's own execution costs more than the query.
+What is sent over them, and again where one was stale, is ``Call``'s business; limits in time are the watchdog's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import InvalidRequestError
-from sqlalchemy.pool import PoolProxiedConnection
 
-from celery_idem.core.forking import sqlite_gate
-from celery_idem.errors import ConfigurationError, StoreError
+from celery_idem.core.forking import process, sqlite_gate
+from celery_idem.errors import ConfigurationError
 from celery_idem.stores.sql import schema
+from celery_idem.stores.sql.call import Call, JoinedCall, Line
 from celery_idem.stores.sql.dialect import statements
 from celery_idem.stores.sql.failures import (
     Again,
     Locked,
-    NoSchema,
-    cause,
     connecting,
-    no_schema,
-    translated,
     unavailable,
 )
 from celery_idem.stores.sql.opening import Attempt, in_memory, parsed, with_driver
+from celery_idem.stores.sql.spare import Spare
 from celery_idem.stores.sql.watchdog import watchdog
 
 SQLITE_BUSY = 0.1
 """Seconds one SQLite statement waits for the file; then the record is read and decided anew."""
-
-T = TypeVar("T")
-Line = Connection | PoolProxiedConnection
-"""A pooled connection, with or without SQLAlchemy's around it."""
 
 
 class Database:
@@ -62,13 +53,15 @@ class Database:
             raise ConfigurationError("idempotency_store: use memory://, or name a file: sqlite:///path")
         # The file is on this host, so is its clock.
         self.clock = time.time if clock is None and self.name == "sqlite" else clock
-        self._pid = os.getpid()
+        self._pid = process.pid
         self.statements = statements(self.name, injected_clock=self.clock is not None)
         self._engines: dict[int, Engine] = {}
+        self._spares: dict[int, Spare] = {}
         self._transacting: dict[int, Engine] = {}
         self._connecting = threading.local()
         # An engine given to us is its owner's, at a fork too.
         self._gated = self.sqlite and self._given is None
+        self._spared = not self.sqlite and self._given is None
         if self._gated:
             self._closer = sqlite_gate.at_fork(_closer(self._engines, self._transacting))
 
@@ -83,7 +76,7 @@ class Database:
         Made without a lock, which a fork could leave locked for ever. A parent's engine stays referenced and
         untouched in the child: closing its connections there would end them for the parent.
         """
-        pid = os.getpid()
+        pid = process.pid
         return self._engines.get(pid) or self._engines.setdefault(pid, self._make_engine())
 
     def _make_engine(self) -> Engine:
@@ -94,7 +87,7 @@ class Database:
                 if self.sqlite:
                     event.listen(engine, "connect", _full_sync)
             else:
-                if self._pid != os.getpid():
+                if self._pid != process.pid:
                     engine.dispose(close=False)
                 engine = engine.execution_options(isolation_level="AUTOCOMMIT")
         except Exception as error:
@@ -107,7 +100,7 @@ class Database:
         Its pool is its own, so that a body in its transaction never keeps a verb waiting for a connection; what bounds
         it is how many bodies run at once.
         """
-        pid = os.getpid()
+        pid = process.pid
         return self._transacting.get(pid) or self._transacting.setdefault(pid, self._make_transacting())
 
     def _make_transacting(self) -> Engine:
@@ -163,6 +156,20 @@ class Database:
         Only ``core`` needs SQLAlchemy's ``Connection`` around it, which costs as much as the pool. An engine given to
         us needs it always: it knows that our use is in autocommit mode and the owner's is not.
         """
+        if self._spared:
+            spare = self._spare()
+            line = None if core else spare.take()
+            if line is not None:
+                return line
+            with spare.asking():
+                return self._from_pool(deadline, core=core, transacting=transacting)
+        return self._from_pool(deadline, core=core, transacting=transacting)
+
+    def _spare(self) -> Spare:
+        pid = process.pid
+        return self._spares.get(pid) or self._spares.setdefault(pid, Spare(self.engine()))
+
+    def _from_pool(self, deadline: float, *, core: bool, transacting: bool) -> Line:
         state = self._connecting
         state.deadline, state.tickets = deadline, []
         if self._gated:
@@ -193,10 +200,14 @@ class Database:
         return connection
 
     def given_back(self, connection: Line) -> None:
-        """Put a connection made by ``connected`` back into the pool."""
+        """Put a connection made by ``connected`` back, at hand or into the pool."""
         try:
-            with contextlib.suppress(Exception):
+            if self._spared and not isinstance(connection, Connection):
+                self._spare().give(connection)
+            else:
                 connection.close()
+        except Exception:  # noqa: BLE001, S110  the pool forgets it
+            pass
         finally:
             if self._gated:
                 sqlite_gate.leave()
@@ -211,23 +222,23 @@ class Database:
 
     def forget_idle(self) -> None:
         """Close the idle connections: the server they led to is gone."""
+        self._give_up_spare()
         self.engine().dispose()
 
     def close(self) -> None:
         """Close the idle connections of this process; a given engine is its owner's."""
         if self._given is None:
+            self._give_up_spare()
             _closer(self._engines, self._transacting)()
 
-    @contextlib.contextmanager
-    def call(self) -> Iterator[Call]:
-        """One verb on the store's own connection."""
-        call = Call(self, time.monotonic() + self.timeout)
-        try:
-            yield call
-        except Locked as error:
-            raise unavailable(self.name, f"the record stayed locked for {self.timeout:g} s", landed=False) from error
-        finally:
-            call.close()
+    def _give_up_spare(self) -> None:
+        spare = self._spares.get(process.pid)
+        if spare is not None:
+            spare.empty()
+
+    def call(self) -> Call:
+        """One verb on the store's own connection, for a ``with`` statement."""
+        return Call(self, time.monotonic() + self.timeout)
 
     @contextlib.contextmanager
     def joined(self, connection: Any) -> Iterator[Call]:
@@ -238,11 +249,9 @@ class Database:
             raise ConfigurationError(
                 f"complete(connection=) takes a SQLAlchemy connection to the store's own {self.name} database"
             )
-        call = JoinedCall(self, time.monotonic() + self.timeout, connection)
         try:
-            yield call
-        except Locked as error:
-            raise unavailable(self.name, f"the record stayed locked for {self.timeout:g} s", landed=False) from error
+            with JoinedCall(self, time.monotonic() + self.timeout, connection) as call:
+                yield call
         except Again as error:
             why = f"{error}; a REPEATABLE READ or SERIALIZABLE transaction cannot complete after a renewal"
             raise unavailable(self.name, why, landed=False) from error
@@ -264,151 +273,10 @@ class Database:
             time.sleep(random.uniform(0.005, 0.05))  # noqa: S311
 
 
-class Call:
-    """The statements of one verb: one connection, one deadline."""
-
-    joined = False
-
-    def __init__(self, database: Database, deadline: float) -> None:
-        self.database = database
-        self.deadline = deadline
-        self._line: Line | None = None
-        self._lost = False
-        self._in_doubt = False
-        self._retried = False
-
-    def left(self) -> float:
-        """Seconds before the verb has to answer."""
-        return self.deadline - time.monotonic()
-
-    def execute(self, name: str, params: dict[str, Any]) -> tuple[list[Any], int]:
-        """Send the statement of that name, and return its rows and how many it changed."""
-        statement = self.database.statements[name]
-
-        def send(line: Line) -> tuple[list[Any], int]:
-            cursor = pooled(line).cursor()
-            try:
-                cursor.execute(statement.text, params)
-                return (list(cursor.fetchall()) if cursor.description else []), cursor.rowcount
-            finally:
-                with contextlib.suppress(Exception):
-                    cursor.close()
-
-        return self._repeated(send, params, writes=statement.writes, core=False)
-
-    def use(self, work: Callable[[Any], T], *, writes: bool) -> T:
-        """Run something longer on a SQLAlchemy connection, within the deadline."""
-        return self._repeated(work, {}, writes=writes, core=True)
-
-    def once(self, work: Callable[[Any], T]) -> T:
-        """Run a transaction of its own on a SQLAlchemy connection, never repeated here."""
-        return self._send(work, writes=True, core=True)
-
-    def _repeated(self, send: Callable[[Line], T], params: dict[str, Any], *, writes: bool, core: bool) -> T:
-        """Send; again on a fresh connection if the pooled one was stale, for every verb may be repeated."""
-        while True:
-            if self.database.clock is not None:
-                params["now"] = self.database.clock()
-            try:
-                return self._send(send, writes=writes, core=core)
-            except (Again, Locked) as error:
-                # A reader of SQLite meets a lock only while the file is recovered; a writer decides anew.
-                if self.left() <= 0 or (writes and isinstance(error, Locked)):
-                    raise
-                time.sleep(random.uniform(0.001, 0.01))  # noqa: S311
-            except NoSchema:
-                if not self.database.sqlite or self._retried:
-                    raise
-                self._retried = True
-                self.close()
-                self.database.create_schema(self.deadline)
-            except StoreError as error:
-                if not self._lost or self._retried or self.left() <= 0:
-                    raise
-                self._in_doubt = self._in_doubt or bool(getattr(error, "may_have_landed", False))
-                self._retried = True
-                self.drop()
-                self.database.forget_idle()
-
-    def _send(self, send: Callable[[Line], T], *, writes: bool, core: bool) -> T:
-        line = self._checked_out(core=core)
-        driver: Any = pooled(line).dbapi_connection
-        ticket = None if self.database.sqlite else watchdog().watch(driver, self.deadline)
-        try:
-            return send(line)
-        except Exception as error:
-            original = cause(error)
-            self._lost = not self.database.sqlite and self.database.leads_nowhere(driver, original)
-            if self._lost:
-                line.invalidate(original)
-            raise translated(error, self.database.name, writes=writes, in_doubt=self._in_doubt) from error
-        finally:
-            if ticket is not None:
-                watchdog().done(ticket)
-
-    def _checked_out(self, *, core: bool) -> Line:
-        if self._line is None:
-            self._lost = False
-            try:
-                self._line = self.database.connected(self.deadline, core=core)
-            except Exception as error:
-                raise connecting(error, self.database.name, landed=self._in_doubt) from error
-            if self.left() <= 0:
-                raise unavailable(self.database.name, "no connection was free in time", landed=self._in_doubt)
-        return self._line
-
-    def drop(self) -> None:
-        """Give the connection up: what state it is in is not known."""
-        if self._line is not None and not self._lost:  # a lost one is; doing it again is a warning in a worker's log
-            with contextlib.suppress(Exception):
-                self._line.invalidate()
-        self.close()
-
-    def close(self) -> None:
-        """Give the connection back; the next statement takes another."""
-        line, self._line = self._line, None
-        if line is not None:
-            self.database.given_back(line)
-
-
-class JoinedCall(Call):
-    """The statements of one verb inside the caller's transaction, whose connection is never replaced."""
-
-    joined = True
-
-    def __init__(self, database: Database, deadline: float, connection: Connection) -> None:
-        super().__init__(database, deadline)
-        self._line = connection
-
-    def execute(self, name: str, params: dict[str, Any]) -> tuple[list[Any], int]:
-        """Send the statement of that name through SQLAlchemy, whatever driver the caller uses."""
-        statement = self.database.statements[name]
-        if self.database.clock is not None:
-            params["now"] = self.database.clock()
-
-        def send(connection: Any) -> tuple[list[Any], int]:
-            result = connection.execute(statement.construct, params)
-            return ([tuple(row) for row in result] if result.returns_rows else []), result.rowcount
-
-        try:
-            found = self._send(send, writes=statement.writes, core=True)
-        except NoSchema as error:
-            raise no_schema("in the database of the connection given to complete") from error
-        return found
-
-    def close(self) -> None:
-        """Leave the connection with its owner."""
-
-
-def pooled(line: Line) -> PoolProxiedConnection:
-    """The pool's own connection, under SQLAlchemy's if there is one."""
-    return line.connection if isinstance(line, Connection) else line
-
-
 def _closer(*engines: dict[int, Engine]) -> Callable[[], None]:
     def close() -> None:
         for made in engines:
-            engine = made.get(os.getpid())
+            engine = made.get(process.pid)
             if engine is not None:
                 engine.dispose()
 

@@ -57,6 +57,9 @@ _SQLITE = {
     # The first statement of a body's transaction must write: only that waits for the file, and then sees the newest.
     # What it writes is gone again where somebody rolled the transaction back.
     "hold": "UPDATE celery_idem_record SET rev = rev + 1 WHERE key = :key",
+    # Around many writes: a file has one lock for all its rows, and each commit waits for the disk.
+    "begin": "BEGIN IMMEDIATE",
+    "commit": "COMMIT",
     "drop": "DELETE FROM celery_idem_record WHERE key = :key AND rev IS :seen_rev",
     "purge": """
         DELETE FROM celery_idem_record WHERE key IN (

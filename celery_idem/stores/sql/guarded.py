@@ -10,12 +10,13 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from celery_idem.core.records import Claim, Record
+from celery_idem.core.values import replace
 from celery_idem.stores.sql import rows
-from celery_idem.stores.sql.database import Call, Database
+from celery_idem.stores.sql.call import Call
+from celery_idem.stores.sql.database import Database
 from celery_idem.stores.sql.failures import Locked
 from celery_idem.stores.sql.rows import Row
 from celery_idem.stores.sql.schema import COLUMNS
@@ -50,15 +51,19 @@ class GuardedRows:
         values = found[0]
         return (None if values[0] is None else rows.read_row(values)), values[len(COLUMNS)]
 
-    def take(self, call: Call, judge: Judge[A]) -> tuple[A | None, Row | None, float]:
-        """Insert what ``judge`` makes of no record, or read the one there is, in one statement. PostgreSQL only.
+    def take(self, call: Call, fresh: Record, judge: Judge[A]) -> tuple[A | None, Row | None, float]:
+        """Insert a record, or read the one there is, in one statement. PostgreSQL only.
+
+        Args:
+            call: the verb's statements.
+            fresh: what ``judge`` makes of no record at time 0.
+            judge: called again with the clock if it was inserted.
 
         Returns:
             the answer if the record was inserted, else None; the row, None if somebody is inserting it; the clock.
         """
-        fresh = _made(judge(None, 0.0)[1])
-        params = {"key": fresh.key, **rows.values_of(fresh, 0, ""), **rows.later(None, fresh)}
-        *values, now, inserted = call.execute("claim", params)[0][0]
+        values = call.execute("claim", rows.fresh_values(fresh))[0][0]
+        now, inserted = values[-2:]
         if not inserted:
             return None, None if values[0] is None else rows.read_row(values), now
         answer, written = judge(None, now)
@@ -91,8 +96,7 @@ class GuardedRows:
         Raises:
             LockedRow: somebody's transaction held the row longer than ``patience``.
         """
-        # A little before the deadline, or the watchdog would cut the last attempt, and its write would be in doubt.
-        give_up = call.deadline - min(0.2, self._database.timeout / 4)
+        give_up = self._give_up(call)
         if patience is not None:
             give_up = min(give_up, time.monotonic() + patience)
         row, now = first or self.read(call, key)
@@ -119,6 +123,19 @@ class GuardedRows:
             if locked:
                 call.close()
                 time.sleep(random.uniform(0.001, 0.01))  # noqa: S311
+
+    def locked_file(self, call: Call) -> bool:
+        """Begin a transaction that has SQLite's file for itself; False where others had it until the deadline."""
+        while True:
+            try:
+                call.execute("begin", {})
+            except Locked:
+                call.close()
+                if time.monotonic() >= self._give_up(call):
+                    return False
+                time.sleep(random.uniform(0.001, 0.01))  # noqa: S311
+            else:
+                return True
 
     def guess(self, call: Call, name: str, row: Row, judge: Judge[A], *, remember: bool) -> A | None:
         """Write what ``judge`` makes of a row seen before, in one statement; None where that did not fit.
@@ -158,6 +175,10 @@ class GuardedRows:
             written = judge(row.record, found[0][0])[1] or written
             self.remember(Row(written, row.rev + 1, rows.store_notes(written.notes, row.notes)))
         return answer
+
+    def _give_up(self, call: Call) -> float:
+        """A little before the deadline, or the watchdog would cut the last attempt, and its write would be in doubt."""
+        return call.deadline - min(0.2, self._database.timeout / 4)
 
     def _write(self, call: Call, row: Row | None, written: Record, now: float) -> Row | None:
         """Insert or update; None if the row is not what it was, or locked."""

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from celery_idem.core.codec import Encoded
 from celery_idem.core.records import RECORD_VERSION, Answer, Kind, Note, Outcome, Record, Right, State
+from celery_idem.core.values import frozen
 from celery_idem.errors import RecordCorrupt
 from celery_idem.stores.sql.schema import COLUMNS
 
 CLAIMED_AT = COLUMNS.index("claimed_at")
+_STATES = {state.value: state for state in State}
+_ANSWERS = {answer.value: answer for answer in Answer}
+_KINDS = {kind.value: kind for kind in Kind}
 _KNOWN = frozenset({"over", "successor", "parked", "continuing", "settled", "at"})
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Row:
     """A record as read, with what a guarded write of it needs."""
 
@@ -58,13 +61,13 @@ def _row(values: Sequence[Any]) -> Row:
     completed_at = values[17]
     record = Record(
         key=values[0],
-        state=State(values[2]),
+        state=_STATES[values[2]],
         token=_text(values[3]),
         fence=_number(values[5], 63),
         message_id=_text(values[6]),
         generation=_number(values[7], 63),
         attempts=_number(values[8], 31),
-        answer=Answer(values[4]),
+        answer=_ANSWERS[values[4]],
         unknown=bool(values[9]),
         task=_text(values[10]),
         namespace=_text(values[11]),
@@ -76,7 +79,7 @@ def _row(values: Sequence[Any]) -> Row:
         completed_at=None if completed_at is None else float(completed_at),
         expires_at=float(values[18]),
         outcome=None if values[19] is None else _outcome(values[19:24]),
-        notes={message_id: _note(note) for message_id, note in stored.items()},
+        notes={message_id: _note(note) for message_id, note in stored.items()} if stored else {},
         record_version=_number(values[25], 31),
     )
     return Row(record, _number(values[1], 63), stored)
@@ -109,9 +112,9 @@ def _text(value: Any) -> str:
 def _outcome(values: Sequence[Any]) -> Outcome:
     kind, content_type, content_encoding, checksum, body = values
     if body is None:
-        return Outcome(Kind(kind))
+        return Outcome(_KINDS[kind])
     body = body.encode() if isinstance(body, str) else bytes(body)
-    return Outcome(Kind(kind), Encoded(body, content_type or "", content_encoding or "", checksum or ""))
+    return Outcome(_KINDS[kind], Encoded(body, content_type or "", content_encoding or "", checksum or ""))
 
 
 def _note(stored: Mapping[str, Any]) -> Note:
@@ -209,12 +212,38 @@ def values_of(record: Record, rev: int, notes: str) -> dict[str, Any]:
     }
 
 
+def fresh_values(fresh: Record) -> dict[str, Any]:
+    """A first claim as parameters; ``fresh`` is what a decision made of no record at time 0."""
+    return {
+        "key": fresh.key,
+        "new_key": fresh.key,
+        "new_state": fresh.state.value,
+        "new_token": fresh.token,
+        "new_answer": fresh.answer.value,
+        "new_message_id": fresh.message_id,
+        "new_generation": fresh.generation,
+        "new_attempts": fresh.attempts,
+        "new_unknown": fresh.unknown,
+        "new_task": fresh.task,
+        "new_namespace": fresh.namespace,
+        "new_scope": fresh.scope,
+        "new_fingerprint": fresh.fingerprint,
+        "new_holder": fresh.holder,
+        "new_lease_expires_at": fresh.lease_expires_at,
+        "new_expires_at": fresh.expires_at,
+        "new_record_version": fresh.record_version,
+        **later(None, fresh),
+    }
+
+
 def later(before: Row | None, written: Record) -> dict[str, Any]:
     """The notes as parameters of a write whose ``now`` only the database will know.
 
     ``written`` is what a decision made of ``before`` at time 0, so whatever it changed counts from the write on. One
     decision sets at most one time in a note besides ``at``, and that is ``then`` seconds later.
     """
+    if not written.notes and before is None:
+        return {"new_notes": "{}", "then": 0.0}
     old, stored = ({}, {}) if before is None else (before.record.notes, before.notes)
     notes, then = store_notes(written.notes, stored), 0.0
     for message_id, note in written.notes.items():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -24,11 +24,13 @@ from celery_idem.core.records import (
     State,
     Successor,
 )
+from celery_idem.core.values import replace
 from celery_idem.errors import RecordCorrupt
 from celery_idem.stores.base import Carrier
 from celery_idem.stores.sql import rows
+from celery_idem.stores.sql.call import Call
 from celery_idem.stores.sql.checks import check_database
-from celery_idem.stores.sql.database import Call, Database
+from celery_idem.stores.sql.database import Database
 from celery_idem.stores.sql.dialect import find_page
 from celery_idem.stores.sql.failures import Locked
 from celery_idem.stores.sql.guarded import GuardedRows, Judge, LockedRow
@@ -76,7 +78,8 @@ class SQLStore:
         with self._database.call() as call:
             first = None
             if not self._database.sqlite:
-                taken, row, now = self._rows.take(call, judge)
+                fresh = decide.first_claim(operation, now=0.0, lease=lease, ttl=ttl)
+                taken, row, now = self._rows.take(call, fresh, judge)
                 if taken is not None:
                     return _with_row(taken, row)
                 first = None if row is None else (row, now)
@@ -177,15 +180,37 @@ class SQLStore:
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, Renewal]:
         """See ``Store.renew``."""
-        answers: dict[str, Renewal] = {}
-        firsts: dict[str, tuple[Row | None, float] | None] = {}
         with self._database.call() as call:
-            if not self._database.sqlite:
-                answers = self._renew_free(call, [claim for claim in claims if not claim.right])
-                firsts = self._read_many(call, [claim.key for claim in claims if claim.token not in answers])
+            if self._database.sqlite:
+                return self._renew_together(call, claims) if claims else {}
+            answers = self._renew_free(call, [claim for claim in claims if not claim.right])
+            firsts = self._read_many(call, [claim.key for claim in claims if claim.token not in answers])
             for claim in claims:
                 if claim.token not in answers:
                     answers[claim.token] = self._renew_one(call, claim, firsts)
+        return answers
+
+    def _renew_together(self, call: Call, claims: Sequence[Claim]) -> dict[str, Renewal]:
+        """Renew them in one transaction of SQLite's; all are busy where the file stays locked."""
+        busy = {claim.token: Renewal.BUSY for claim in claims}
+        call.execute("read", {"key": claims[0].key})  # a new file gets its table here
+        if not self._rows.locked_file(call):
+            return busy
+        answers, written = dict(busy), []
+        try:
+            for claim in claims:
+                with contextlib.suppress(RecordCorrupt):
+                    answers[claim.token], row = self._rows.change(call, claim.key, _renewal_of(claim))
+                    written.append(row)
+            call.execute("commit", {})
+        except BaseException as error:
+            call.drop()  # which rolls back
+            if isinstance(error, Locked):
+                return busy
+            raise
+        for row in written:
+            if row is not None:
+                self._rows.remember(row)
         return answers
 
     def _renew_free(self, call: Call, claims: list[Claim]) -> dict[str, Renewal]:
@@ -220,17 +245,12 @@ class SQLStore:
         return read
 
     def _renew_one(self, call: Call, claim: Claim, firsts: dict[str, tuple[Row | None, float] | None]) -> Renewal:
-        """One renewal the batch did not make, or on SQLite any; whatever hinders it hinders no other."""
+        """One renewal the batch did not make; whatever hinders it hinders no other."""
         first = firsts.get(claim.key)
         if claim.key in firsts and (first is None or _would_have_been_renewed(claim, *first)):
             return Renewal.BUSY  # unreadable, or locked: neither is a loss
-        patience = max(0.0, call.left()) if self._database.sqlite else 0.0
-
-        def judge(record: Record | None, now: float) -> tuple[Renewal, Record | None]:
-            return decide.decide_renew(record, claim, now=now)
-
         try:
-            answer, row = self._rows.change(call, claim.key, judge, first=first, patience=patience)
+            answer, row = self._rows.change(call, claim.key, _renewal_of(claim), first=first, patience=0.0)
         except (Locked, RecordCorrupt):
             return Renewal.BUSY
         if row is not None:
@@ -305,6 +325,13 @@ def _with_row(decision: Decision, row: Row | None) -> Decision:
     operation, fence, answer, attempts = claim.operation, claim.fence, claim.answer, claim.attempts
     seen = Claim(operation, fence, answer, attempts, claim.lease, claim.ttl, claim.unknown, claim.right, row)
     return Decision(decision.answer, seen, decision.record, decision.now)
+
+
+def _renewal_of(claim: Claim) -> Judge[Renewal]:
+    def judge(record: Record | None, now: float) -> tuple[Renewal, Record | None]:
+        return decide.decide_renew(record, claim, now=now)
+
+    return judge
 
 
 def _would_have_been_renewed(claim: Claim, row: Row | None, now: float) -> bool:

@@ -21,7 +21,8 @@ from celery_idem.core.records import RECORD_VERSION, Claim, Ended, Outcome, Reco
 from celery_idem.errors import ConfigurationError, StoreError
 from celery_idem.stores.base import Carrier
 from celery_idem.stores.sql import rows
-from celery_idem.stores.sql.database import Call, Database, pooled
+from celery_idem.stores.sql.call import Call, pooled
+from celery_idem.stores.sql.database import Database
 from celery_idem.stores.sql.failures import (
     Again,
     Locked,
