@@ -29,8 +29,9 @@ from celery_idem.core.heartbeat import PURGE_LIMIT, Heartbeat
 from celery_idem.core.policy import Policy
 from celery_idem.core.records import Status
 from celery_idem.stores.base import Store, open_store
-from tests.bench.engine import VALUE, operation, store_first, store_replay, timed
+from tests.bench.engine import timed
 from tests.bench.page import MORE
+from tests.bench.steps import VALUE, operation, store_first, store_replay
 from tests.campaigns.report import percentile, progress, table
 from tests.support.operations import key_for
 from tests.support.processes import remove_dir, scratch_dir

@@ -24,7 +24,7 @@ from celery_idem.app import runtime_of
 from celery_idem.core.engine import new_token
 from celery_idem.core.records import Answer, Claim, Decision, Ended
 from celery_idem.stores.base import open_store
-from tests.bench.engine import RawPostgres, RawRedis
+from tests.bench.floors import RawPostgres, RawRedis
 from tests.bench.page import MORE
 from tests.campaigns.report import percentile, progress, table
 from tests.support.operations import key_for
