@@ -97,7 +97,7 @@ def _spin(printed: list[str], broken: list[str]) -> None:
     printed.append("**Promela through spin**: three workers, one key (`claim.pml`); a governed action (`action.pml`).")
     printed.append(table(("model", "states", "transitions", "depth", "seen", "violations", "seconds"), rows))
     printed.append("Each rule taken out:")
-    printed.append(table(("model", "states", "what breaks"), caught))
+    printed.append(table(("model", "states", "the promise that breaks"), caught))
     printed.append(PROMISES)
 
 

@@ -113,6 +113,7 @@ def _read(job: Job, said: str, promise: str) -> Checked:
     if int(errors[2]) and not broken:
         broken = promise or "an error without a trail"
     factor = re.search(r"hash factor: ([\d.e+]+)", said)
+    part = f"part, in {job.minutes} min" if "Search not completed" in said or "time limit" in said else "whole"
     return Checked(
         job=job,
         states=int(float(states[1])),
@@ -121,5 +122,5 @@ def _read(job: Job, said: str, promise: str) -> Checked:
         seconds=float(took[1]),
         complete=not job.minutes and "Search not completed" not in said and "max search depth too small" not in said,
         broken=broken,
-        coverage=f"bitstate, hash factor {float(factor[1]):.0f}" if factor else "",
+        coverage=f"{part}, bitstate, hash factor {float(factor[1]):.0f}" if factor else "",
     )
