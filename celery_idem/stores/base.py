@@ -84,7 +84,8 @@ class Store(Protocol):
         """The whole record, or None if there is none or it expired.
 
         Raises:
-            RecordCorrupt: it cannot be read, or a newer release wrote it.
+            RecordCorrupt: it cannot be read. Of a record whose ``record_version`` is newer, only key, state, token and
+                fence count.
         """
 
     def find(
