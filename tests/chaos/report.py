@@ -27,6 +27,8 @@ by message, some published twice, retries, chains, links, chords, and bodies lon
   for it.
 - *Completions not recorded*: the store was silent for a whole lease after the body had ended, as under a partition.
   The value went on to Celery all the same (event `COMPLETE_FAILED`), and a later duplicate would run, or did.
+- *Lost*: published, and not completed when nothing has moved for 45 s and no fault is left; also what a living worker
+  holds and does not run.
 - *Lost by the broker's client*: by Redis's own log (its append-only file) the broker popped the message for a worker
   that never noted it as unacked. kombu's Redis transport does the two in two steps, and what a dead worker or a cut
   connection leaves between them is gone, with any Celery; RabbitMQ has no such gap.
