@@ -71,12 +71,14 @@ def new_token() -> str:
 class _Attempt:
     """How far one delivery has come, kept where an exception from outside cannot lose it."""
 
-    __slots__ = ("asked", "decision", "run")
+    __slots__ = ("asked", "decision", "run", "since")
 
     def __init__(self) -> None:
         self.asked = False
         self.decision: Decision | None = None
         self.run: Run | None = None
+        self.since = 0.0
+        """When the claim was asked for, by the monotonic clock: its lease began no earlier."""
 
 
 class Engine:
@@ -132,6 +134,7 @@ class Engine:
             raise
         if result.claim is not None and result.claim.right:
             self.settle(result.claim)
+        self.heartbeat.told(operation.token, published=True)
         if result.status is Status.CONFLICT:
             over = result.decision is not None and result.decision.answer is Answer.OVER
             self.emit(EventName.OVER if over else EventName.CONFLICT, operation, cause=_answer_of(result))
@@ -187,7 +190,7 @@ class Engine:
                 ending = ending or self._default_ending
                 run = Run(self, operation, claim, body, ending, value_unread=value_unread, observe=observe)
                 attempt.run = run
-                return run.start(decision, verify, on_claimed)
+                return run.start(decision, verify, on_claimed, attempt.since)
             return self._observed(operation, decision, body) if observe else self._answer(operation, decision)
         except StoreError:
             raise
@@ -293,13 +296,16 @@ class Engine:
 
     def _ask(self, operation: Operation, attempt: _Attempt, dead_fence: int | None, hold: float) -> None:
         """One claim. A soft time limit waits for the answer, so that no claim is left behind unseen."""
-        lease, ttl, claim = self.policy.lease, self.policy.ttl, self.store.claim
+        lease, ttl = self.policy.lease, self.policy.ttl
+
+        def claim() -> Decision:
+            attempt.since = time.monotonic()
+            return self.store.claim(operation, lease=lease, ttl=ttl, dead_fence=dead_fence)
+
         attempt.asked = True
         try:
             with soft_limit_held():
-                attempt.decision = self._patiently(
-                    lambda: claim(operation, lease=lease, ttl=ttl, dead_fence=dead_fence), hold
-                )
+                attempt.decision = self._patiently(claim, hold)
                 attempt.asked = False
         except RecordCorrupt as error:
             self.emit(EventName.CORRUPT_RECORD, operation, error=str(error))

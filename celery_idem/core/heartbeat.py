@@ -84,12 +84,15 @@ class Heartbeat:
         self._stopping = False
         self._purges_at = time.monotonic() + random.uniform(PURGE_EVERY / 3, PURGE_EVERY)  # noqa: S311
 
-    def add(self, claim: Claim, on_lost: Callable[[], None]) -> None:
-        """Renew this claim from now on; ``on_lost`` is called once, on the renewal thread, if another took it."""
+    def add(self, claim: Claim, on_lost: Callable[[], None], since: float | None = None) -> None:
+        """Renew this claim from now on; ``on_lost`` is called once, on the renewal thread, if another took it.
+
+        Its lease began when it was asked for, at ``since`` by the monotonic clock, or now.
+        """
         if self._pid != process.pid:
             self._reset()
         third = claim.lease / 3
-        lease = _Lease(claim, on_lost, time.monotonic() + third)
+        lease = _Lease(claim, on_lost, (time.monotonic() if since is None else since) + third)
         with self._mutex:
             self._leases[claim.token] = lease
             self._nap = min(self._nap, third)

@@ -108,11 +108,12 @@ class Run:
         decision: Decision,
         verify: Callable[[RunContext], Any] | None,
         on_claimed: Callable[[], None],
+        since: float,
     ) -> RunResult:
-        """Ask what became of an earlier run, run the body, end the claim."""
+        """Ask what became of an earlier run, run the body, end the claim, whose lease began at ``since``."""
         self.decision = decision
         engine, claim = self.engine, self.claim
-        engine.heartbeat.add(claim, self._on_lost)
+        engine.heartbeat.add(claim, self._on_lost, since)
         kept = False
         try:
             if decision.answer is Answer.RECLAIMED and not self.observe:

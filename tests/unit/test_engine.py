@@ -507,6 +507,36 @@ def test_a_completion_that_comes_too_late_changes_nothing_and_says_so(bench: Any
     assert store.get(key_for("order:1")).token == theirs.token
 
 
+def test_a_late_outcome_of_a_message_that_continues_is_settled_too_where_no_celery_tells(bench: Any) -> None:
+    store = Silent(MemoryStore())
+    b = bench(Policy(lease=0.2), store=store)
+    store.fail("complete", *down_always())
+    b.engine.run(op(continues=True), b.body())
+    store.failing.clear()
+    wait_until(lambda: "COMPLETED_LATE" in b.names(), 10, "the outcome to be recorded after all")
+    assert store.get(key_for("order:1")).note("M").settled
+
+
+class Slow(MemoryStore):
+    """Its answer to a claim takes as long as a lease."""
+
+    def claim(self, *args: Any, **options: Any) -> Any:
+        decision = super().claim(*args, **options)
+        time.sleep(0.3)
+        return decision
+
+
+def test_a_lease_is_renewed_from_when_it_was_asked_for(bench: Any) -> None:
+    """A process that stood still between the claim and its answer has less of the lease left than it might think."""
+    b = bench(Policy(lease=0.9), store=Slow())
+
+    def body(context: Any) -> float:
+        lease = b.heartbeat._leases[context.token]
+        return float(lease.due - time.monotonic())
+
+    assert b.engine.run(op(), body).value < 0.05
+
+
 class StallsOnce(MemoryStore):
     """Its first completion takes longer than the lease and fails; another message has its say meanwhile."""
 
