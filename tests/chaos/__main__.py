@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=float, default=2.4, help="seconds from fault to fault (2.4)")
     parser.add_argument("--keep", help="a directory to copy the histories to")
     given = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a namespace outlives a process that does not clean up
     left_out = unavailable()
     if left_out:
         progress(f"NO PARTITIONS IN THIS RUN: {left_out}")
