@@ -151,9 +151,9 @@ def play(draw: Draw, house: House) -> str:
     delivered = shop.deliver(_garbled(draw, message))
     came = _judge(delivered, order)
     deliveries += [delivered, *shop.idem.run_all()]
-    if came == "parked":
-        assert _judge(deliveries[-1], order) in {"run", "replayed"}, "a parked copy came to nothing"
-    if came != "expired" and not delivered.message.get("retries"):  # after a later attempt an earlier one is over
+    ended = _judge(deliveries[-1], order) if came == "parked" else came
+    assert came != "parked" or ended in {"run", "replayed", "expired"}, f"a parked copy came to nothing: {ended}"
+    if ended != "expired" and not delivered.message.get("retries"):  # after a later attempt an earlier one is over
         clean = [shop.deliver(message), *shop.idem.run_all()]
         assert _judge(clean[-1], order) in {"run", "replayed"}, "a clean copy came to nothing"
         deliveries += clean
