@@ -42,10 +42,9 @@ class Plan:
         """The mutants of this file to try."""
         return drawn(mutants, self.seed)[: None if self.whole else self.count or target.drawn]
 
-    def known(self, mutant: Mutant) -> Fate | None:
-        """What an earlier run of the session found out, unless it may have changed."""
-        fate = self.session.known(mutant)
-        return None if fate is Fate.SURVIVED and judgement(mutant, self.judged) is None else fate
+    def settles(self, mutant: Mutant, fate: Fate) -> bool:
+        """Whether a fate of an earlier run still holds: a survivor may meet a new test."""
+        return fate is not Fate.SURVIVED or judgement(mutant, self.judged) is not None
 
 
 @dataclass
@@ -78,26 +77,27 @@ def experiment(place: Laboratory, target: Target, plan: Plan, until: float) -> R
     mutants = mutants_of(place.tree, target.file)
     chosen = plan.of(target, mutants)
     report = Report(target, made=len(mutants))
-    known = {mutant: fate for mutant in chosen if (fate := plan.known(mutant)) is not None}
-    unknown = [mutant for mutant in chosen if mutant not in known]
-    status, took = place.run(target.tests) if unknown else (0, 0.0)
+    fates = {mutant: plan.session.known(mutant) for mutant in chosen}
+    settled = {mutant for mutant, fate in fates.items() if fate is not None and plan.settles(mutant, fate)}
+    unknown = sorted((mutant for mutant in chosen if mutant not in settled), key=lambda each: fates[each] is None)
+    status, took = place.run(target.tests) if unknown and time.monotonic() < until else (0, 0.0)
     if status != 0:
         report.sound = False
         progress(f"{target.file}: its tests fail without a mutant\n{place.output.read_text()[-2000:]}")
         return report
-    for mutant, fate in known.items():
-        report.add(mutant, fate, plan)
     progress(f"{target.file}: {len(unknown)} of {len(mutants)} mutants, its tests take {took:.1f} s")
     for number, mutant in enumerate(unknown, 1):
         if time.monotonic() > until:
             break
-        fate = place.fate(mutant, target.tests, PATIENCE[0] + PATIENCE[1] * took)
+        fates[mutant] = fate = place.fate(mutant, target.tests, PATIENCE[0] + PATIENCE[1] * took)
         plan.session.note(mutant, fate)
-        report.add(mutant, fate, plan)
         if fate is Fate.SURVIVED:
             progress(f"survived: {mutant}")
         if number % 20 == 0:
             progress(f"{target.file}: {number} of {len(unknown)}")
+    for mutant, known in fates.items():
+        if known is not None:
+            report.add(mutant, known, plan)
     return report
 
 

@@ -721,6 +721,8 @@ def test_the_local_cache_replays_without_the_store(bench: Any) -> None:
     assert b.engine.run(op(message="O"), b.body()).value == "v"
     assert len(store.calls) == asked
     assert b.runs == 1
+    replays = [event.fields for event in b.events if event.name is EventName.REPLAYED]
+    assert [fields.get("local") for fields in replays] == [None, True]
 
 
 def test_the_local_cache_never_answers_a_message_that_continues(bench: Any) -> None:
