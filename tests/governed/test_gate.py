@@ -503,6 +503,8 @@ class TestEvidence:
     def test_an_approval_lasts_an_hour_where_nothing_else_is_said(self) -> None:
         for evidence in (message(), grant()):
             assert evidence["expires_at_epoch"] - evidence["decided_at_epoch"] == 3600
+        where = {"principal": "ann", "channel": "web", "thread_id": "t", "event_id": "e", "decided_at": NOW}
+        assert message_approval(ACTION, lifetime=0.5, **where)["expires_at_epoch"] == NOW + 0.5
 
     @pytest.mark.parametrize("lifetime", [0, -1, math.nan, "an hour"])
     def test_an_approval_lasts_more_than_no_time(self, lifetime: Any) -> None:
