@@ -693,6 +693,18 @@ def test_a_lost_lease_ends_only_its_own_body(bench: Any) -> None:
     assert b.store.get(key_for("order:2")).state is State.RELEASED
 
 
+def test_a_silent_store_takes_no_key_away(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Silent(MemoryStore())
+    b = bench(store=store)
+    claim = store.claim(op(), lease=60, ttl=60).claim
+    assert not b.engine.lapsed(claim)
+    monkeypatch.setattr(b.heartbeat, "overdue", lambda _: True)
+    assert not b.engine.lapsed(claim)
+    store.fail("renew", down())
+    assert not b.engine.lapsed(claim)
+    assert store.calls == ["claim", "renew", "renew"]
+
+
 # --- observe, local cache, open claims ------------------------------------------------------------
 
 
