@@ -25,7 +25,7 @@ from celery_idem import (
 from celery_idem.core.events import Emitter, Event, EventName
 from celery_idem.core.heartbeat import Heartbeat
 from celery_idem.core.local_cache import LocalCache
-from celery_idem.core.records import Kind, Release, State, Status
+from celery_idem.core.records import Ended, Kind, Outcome, Release, State, Status
 from celery_idem.core.run import Ending
 from celery_idem.stores.memory import MemoryStore
 from tests.support.clock import ManualClock
@@ -691,6 +691,20 @@ def test_a_lost_lease_ends_only_its_own_body(bench: Any) -> None:
 
     assert b.engine.run(op(), outer).status is Status.LEASE_LOST
     assert b.store.get(key_for("order:2")).state is State.RELEASED
+
+
+def test_after_the_completion_only_a_right_to_continue_is_renewed(bench: Any) -> None:
+    b = bench()
+    b.engine.attempt(op(message="M"), b.body())
+    assert len(b.heartbeat) == 0
+    b.engine.attempt(op(key="order:2", message="M", continues=True), b.body())
+    assert len(b.heartbeat) == 1
+    claim = b.store.claim(op(key="order:3", continues=True), lease=60, ttl=60).claim
+    b.heartbeat.add(claim, lambda: None)
+    b.clock.advance(10_000)
+    b.store.claim(op(key="order:3", message="N"), lease=60, ttl=60)
+    assert b.engine.complete(claim, Outcome(Kind.RESULT)) is Ended.LOST
+    assert b.heartbeat.held(claim.token) is None
 
 
 def test_a_silent_store_takes_no_key_away(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
