@@ -27,6 +27,7 @@ from tests.governed.ledgers import (
     authorize,
     dispatch,
     dispatched,
+    execution_of,
     expectations,
     gated,
     happened,
@@ -150,6 +151,20 @@ def test_a_clock_set_back_revives_no_lease_no_look_and_no_time_of_an_action(
     assert store.get_action(other)["next_attempt_at"] == before + 10
     times = [event["created_at"] for event in store.list_events(other)]
     assert times == sorted(times)
+
+
+def test_a_dispatch_counts_the_one_attempt_and_says_what_it_was_allowed_by(store: SQLActionStore) -> None:
+    action_id = dispatched(store)
+    assert store.get_action(action_id)["attempt_count"] == 1
+    gate = next(receipt for receipt in store.list_receipts(action_id) if receipt["kind"] == "gate")
+    contract = next(receipt for receipt in store.list_receipts(action_id) if receipt["kind"] == "dispatch_recovery")
+    events = {event["event_type"]: event["details"] for event in store.list_events(action_id)}
+    assert events["dispatched"] == {
+        "attempt": 1,
+        "approval_id": gate["evidence"]["approval_id"],
+        "execution_digest": execution_of(action_id),
+        "contract_sha256": contract["evidence_sha256"],
+    }
 
 
 def test_the_deadline_of_looking_is_not_moved_by_a_clock_set_back(store: SQLActionStore, clock: ManualClock) -> None:
