@@ -25,6 +25,11 @@ KINDS = (
         "how long to pause between two asks is a choice, and no promise hangs on it",
     ),
     (
+        r"NumberReplacer",
+        r"_number\(values\[\d+\], +6[24]\)",
+        "from how many bits on a number counts as damage; no number of a record comes near",
+    ),
+    (
         r"ReplaceComparisonOperator_Is(Not)?_(Not)?Eq",
         r"(==|!=) (State|Answer|Release|Kind|Ended|Renewal)\.[A-Z_]+",
         "only members of that enumeration stand on the left, and each equals itself alone",

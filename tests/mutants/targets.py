@@ -50,7 +50,11 @@ TARGETS = (
     ),
     Target("celery_idem/governed/sql/dispatch.py", LEDGER, 36),
     Target("celery_idem/stores/sql/store.py", _contract("sqlite", "psycopg2"), 36),
-    Target("celery_idem/core/run.py", ("tests/unit/test_engine.py", "tests/unit/test_task.py"), 40),
+    Target(
+        "celery_idem/core/run.py",
+        ("tests/unit/test_engine.py", "tests/unit/test_task.py", "tests/unit/test_soft_limits.py"),
+        40,
+    ),
     Target("celery_idem/stores/sql/rows.py", ("tests/unit/test_sql_rows.py", *_contract("sqlite")), 30),
     Target("celery_idem/core/keys.py", ("tests/unit/test_keys.py", "tests/unit/test_canonical.py"), 30),
     Target("celery_idem/governed/sql/lifecycle.py", LEDGER, 30),
