@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import uuid
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import pydantic
@@ -332,6 +333,15 @@ def test_a_blank_value_is_no_key(blank: object) -> None:
 def test_falsy_is_not_blank() -> None:
     for value in (0, False, 0.0, Decimal(0), [], {}):
         assert KeySource.parse("{a}").digest(call=bind(plain, (value,), {}))
+
+
+def test_a_part_may_be_an_attribute_and_no_method() -> None:
+    held = SimpleNamespace(sku="A-1", _secret="no", total=lambda: 5)
+    digest = KeySource.parse(["a.sku"]).digest(call=bind(plain, (held,), {}))
+    assert digest == KeySource.parse(["a.sku"]).digest(call=bind(plain, ({"sku": "A-1"},), {}))
+    for part in ("price", "_secret", "total"):
+        with pytest.raises(KeyMissing, match=f"SimpleNamespace has no '{part}': name the part before it"):
+            KeySource.parse([f"a.{part}"]).digest(call=bind(plain, (held,), {}))
 
 
 def test_a_part_that_is_not_there_is_no_key() -> None:

@@ -191,3 +191,12 @@ def test_whether_the_write_may_have_landed(error: Exception, name: str, landed: 
     again = translated(error, name, writes=False, in_doubt=True)
     assert isinstance(again, StoreUnavailable)
     assert again.may_have_landed
+
+
+def test_a_row_is_the_same_where_revision_and_token_are() -> None:
+    record = Record("k", State.CLAIMED, "m", 1, "M", 0, 1)
+    row = rows.Row(record, 5, {})
+    assert row.same(rows.Row(replace(record, holder="read later"), 5, {}))
+    assert not row.same(None)
+    for rev, token in ((4, "m"), (6, "m"), (5, "a"), (5, "z")):
+        assert not row.same(rows.Row(replace(record, token=token), rev, {}))
