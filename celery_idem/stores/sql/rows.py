@@ -40,7 +40,8 @@ class Row:
 def corrupt(key: str, why: object) -> RecordCorrupt:
     """The error for a row that cannot be read."""
     return RecordCorrupt(
-        f"the record of key {key} cannot be read ({str(why)[:200]}): look at it, then run `celery -A <app> idem forget {key}`",
+        f"the record of key {key} cannot be read ({str(why)[:200]}): look at it, then run "
+        f"`celery -A <app> idem forget {key}`",
         key=key,
     )
 
