@@ -116,7 +116,9 @@ LEVELS = {
     EventName.ACTION_FAILED: logging.ERROR,
     EventName.ACTION_AMBIGUOUS: logging.ERROR,
 }
-"""Log level per event; WARNING where not listed."""
+"""Log level per event; WARNING where not listed, or where ``WARNED`` names the cause."""
+WARNED = {EventName.PARKED: frozenset({"store_down", "corrupt_record", "newer_record"})}
+"""Causes that make an event a WARNING: nothing of the kind happens in ordinary work, and somebody has to act."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ class Emitter:
 
     def __call__(self, name: EventName, operation: Operation, **more: Any) -> None:
         """Tell that this happened to the operation; ``more`` are the event's own fields, without None."""
-        if not self._anybody_hears(name):
+        if not self._anybody_hears(name, more):
             return
         delivery = operation.delivery
         of = {
@@ -160,10 +162,10 @@ class Emitter:
 
     def tell(self, name: EventName, fields: Mapping[str, Any]) -> None:
         """Tell what happened to something that is no operation; ``fields`` without None are all there is to say."""
-        if not self._anybody_hears(name):
+        if not self._anybody_hears(name, fields):
             return
         said = {k: v for k, v in fields.items() if v is not None}
-        level = _level(name)
+        level = level_of(name, fields)
         if logger.isEnabledFor(level):
             text = " ".join(f"{k}={v}" for k, v in said.items())
             logger.log(level, "%s %s", name.value, text, extra={"idem": said})
@@ -174,9 +176,13 @@ class Emitter:
             except Exception:
                 logger.exception("an event listener raised on %s", name.value)
 
-    def _anybody_hears(self, name: EventName) -> bool:
-        return logger.isEnabledFor(_level(name)) or any(getattr(heard, "listening", True) for heard in self.listeners)
+    def _anybody_hears(self, name: EventName, fields: Mapping[str, Any]) -> bool:
+        logged = logger.isEnabledFor(level_of(name, fields))
+        return logged or any(getattr(heard, "listening", True) for heard in self.listeners)
 
 
-def _level(name: EventName) -> int:
+def level_of(name: EventName, fields: Mapping[str, Any]) -> int:
+    """The level an event is logged at."""
+    if name in WARNED and fields.get("cause") in WARNED[name]:
+        return logging.WARNING
     return LEVELS.get(name, logging.WARNING)

@@ -11,7 +11,7 @@ from collections import defaultdict
 
 import celery_idem
 from celery_idem import errors
-from celery_idem.core.events import LEVELS, TERMINAL, EventName
+from celery_idem.core.events import TERMINAL, WARNED, EventName, level_of
 from celery_idem.core.policy import Policy
 from celery_idem.core.records import Answer, Note, Record
 from celery_idem.core.settings import PER_TASK, TABLE
@@ -45,7 +45,7 @@ def test_events() -> None:
         (
             name.value,
             "yes" if name in TERMINAL else "no",
-            logging.getLevelName(LEVELS.get(name, logging.WARNING)),
+            _levels(name),
         )
         for name in EventName
     ]
@@ -53,6 +53,14 @@ def test_events() -> None:
     fields = {row[0]: {field.strip() for field in row[3].split(",") if field.strip()} for row in rows}
     in_the_code = told()
     assert fields == {name.value: in_the_code[name.value] for name in EventName}
+
+
+def _levels(name: EventName) -> str:
+    """The level of an event as the page has it, with the causes that change it."""
+    causes = sorted(WARNED.get(name, ()))
+    assert all(level_of(name, {"cause": cause}) == logging.WARNING for cause in causes)
+    warned = f"; WARNING for {', '.join(causes[:-1])} and {causes[-1]}" if causes else ""
+    return logging.getLevelName(level_of(name, {})) + warned
 
 
 def told() -> dict[str, set[str]]:

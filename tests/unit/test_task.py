@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -19,6 +20,7 @@ from celery_idem import (
     IdempotentTask,
     KeyMissing,
     Policy,
+    RecordCorrupt,
     ResultUnavailable,
     StoreUnavailable,
     current,
@@ -539,6 +541,30 @@ def test_store_down_parks_with_the_outage_delay(make_shop: Any) -> None:
     assert timedelta(seconds=3) < wait < timedelta(seconds=7)
     assert shop.terminal() == ["PARKED"]
     assert charge.runs == []
+
+
+@pytest.mark.parametrize("cause", ["store_down", "corrupt_record", "newer_record", "held"])
+def test_a_park_that_somebody_has_to_look_at_is_told_to_a_worker_that_logs_warnings(
+    shop: Shop, caplog: pytest.LogCaptureFixture, cause: str
+) -> None:
+    from dataclasses import replace
+
+    charge = charge_task(shop)
+    message = shop.send(charge, 1)
+    if cause == "store_down":
+        runtime_of(shop.app)._store = Down()  # type: ignore[assignment]
+    elif cause == "held":
+        hold(shop, charge, message)
+    else:
+        shop.deliver(message)
+        record = shop.store.get(key_of(charge))
+        shop.store._records[record.key] = replace(record, record_version=99)
+        if cause == "corrupt_record":
+            shop.store.claim = raising(RecordCorrupt("garbage"))
+    caplog.set_level(logging.WARNING, logger="celery_idem")
+    assert shop.deliver(message).state == "IGNORED"
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("PARKED ")]
+    assert [f"cause={cause} " in one for one in said] == ([] if cause == "held" else [True])
 
 
 @pytest.mark.guarantee("delivery: store down, fail_open runs unprotected")
