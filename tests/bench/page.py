@@ -15,12 +15,26 @@ from tests.campaigns import evidence
 MORE = "<!-- more -->"
 
 
-def publish(printed: Mapping[str, str], broken: Sequence[str]) -> int:
-    """Print everything; where make asked for it, write the page, the plot and the section of evidence.
+def not_judged(load: float, processors: int, *, quick: bool) -> str:
+    """Why this run says nothing of a promise; empty where it does.
+
+    Args:
+        load: the machine's, of the minute before the bench began: its own would count against it.
+        processors: how many there are.
+        quick: whether it is a tenth of a run.
+    """
+    if quick:
+        return "a quick run says whether everything runs, not how fast"
+    return f"load {load:.1f} on {processors} processors before it began" if load > processors else ""
+
+
+def publish(printed: Mapping[str, str], broken: Sequence[str], unjudged: str = "") -> int:
+    """Print everything, the verdict last; where make asked for it, write page, plot and the section of evidence.
 
     Args:
         printed: every part's text, by the part's name.
         broken: the promises that did not hold.
+        unjudged: why there is no verdict, where that is so.
     """
     page = os.environ.get("EVIDENCE_FILE")
     if page:
@@ -29,10 +43,9 @@ def publish(printed: Mapping[str, str], broken: Sequence[str]) -> int:
             evidence.write(speed, f"speed-{part}", f"{_whole(text)}\n\n{evidence.origin('bench')}")
         if "drain" in printed:
             (speed.parent / "speed.svg").write_text(plot.shares(printed["drain"]))
-    short = [text.split(MORE)[0].strip() for text in printed.values()]
-    status = evidence.conclude("bench", "Speed", "\n\n".join(short), broken)
-    print("\n\n".join(text.split(MORE)[1].strip() for text in printed.values() if MORE in text))
-    return status
+    short = "\n\n".join(text.split(MORE)[0].strip() for text in printed.values())
+    more = "\n\n".join(text.split(MORE)[1].strip() for text in printed.values() if MORE in text)
+    return evidence.conclude("bench", "Speed", short, broken, unjudged=unjudged, more=more)
 
 
 def _whole(text: str) -> str:

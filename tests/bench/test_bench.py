@@ -79,7 +79,26 @@ def test_the_page_the_plot_and_the_evidence_are_written(tmp_path: Path, monkeypa
     assert rows.strip() in speed.read_text()
     drawn = ElementTree.parse(tmp_path / "reference" / "speed.svg")
     assert {"a scene", "celery_idem & co", "0.96", "1.00"} <= {element.text for element in drawn.iter()}
-    assert "a scene" in capsys.readouterr().out
+    said = capsys.readouterr().out.split("\n")
+    assert "**a scene**" in said
+    assert said[-2] == "Every promise held."
+
+
+@pytest.mark.parametrize(
+    ("load", "quick", "status", "last"),
+    [
+        (0.5, False, 1, "BROKEN: too slow"),
+        (14.2, False, 0, "Not judged: load 14.2 on 2 processors before it began."),
+        (0.5, True, 0, "Not judged: a quick run says whether everything runs, not how fast."),
+    ],
+    ids=["judged", "busy", "quick"],
+)
+def test_a_busy_machine_and_a_quick_run_break_nothing(
+    load: float, quick: bool, status: int, last: str, capsys: Any
+) -> None:
+    unjudged = page.not_judged(load, 2, quick=quick)
+    assert page.publish({"engine": f"short\n\n{page.MORE}\n\nlong"}, ["too slow"], unjudged) == status
+    assert capsys.readouterr().out.strip().split("\n")[-1] == last
 
 
 def test_a_plot_of_nothing_is_a_picture_all_the_same() -> None:

@@ -17,13 +17,23 @@ from pathlib import Path
 from tests.campaigns.report import finish
 
 
-def conclude(name: str, title: str, printed: str, broken: Sequence[str]) -> int:
-    """Print tables and broken promises as every campaign does, write them under this name; return the exit status."""
+def conclude(name: str, title: str, printed: str, broken: Sequence[str], *, unjudged: str = "", more: str = "") -> int:
+    """Print tables and broken promises as every campaign does, write them under this name; return the exit status.
+
+    Args:
+        name: of the section.
+        title: what the printed text is called.
+        printed: the tables, for the page too.
+        broken: the promises that did not hold.
+        unjudged: why nothing is judged, where that is so.
+        more: what is printed above the tables, and not written.
+    """
     page = os.environ.get("EVIDENCE_FILE")
     if page:
         verdict = "\n".join(f"- **Broken:** {line}" for line in broken) or "Every promise held."
+        verdict = f"**Not judged: {unjudged}.**" if unjudged else verdict
         write(Path(page), name, f"{printed}\n\n{verdict}\n\n{origin(name)}")
-    return finish(title, printed, broken)
+    return finish(title, f"{more}\n\n{printed}" if more else printed, broken, unjudged)
 
 
 def write(page: Path, name: str, text: str) -> None:

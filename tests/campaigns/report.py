@@ -34,10 +34,16 @@ def _text(cell: Any) -> str:
     return f"{cell:.2f}" if isinstance(cell, float) else str(cell)
 
 
-def finish(title: str, printed: str, broken: Sequence[str]) -> int:
-    """Print the table, the machine's load and every broken promise; return the exit status."""
+def finish(title: str, printed: str, broken: Sequence[str], unjudged: str = "") -> int:
+    """Print the table, the machine's load and every broken promise; return the exit status.
+
+    ``unjudged`` says why nothing is judged, where that is so: then nothing is broken.
+    """
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"{title} ({os.cpu_count()} processors, load {load})\n\n{printed}\n")
+    if unjudged:
+        print(f"Not judged: {unjudged}.")
+        return 0
     for line in broken:
         print(f"BROKEN: {line}")
     print("" if broken else "Every promise held.")
