@@ -89,6 +89,8 @@ class Verdict:
     completions: list[str] = field(default_factory=list)
     unrecorded: int = 0
     """Completions whose value went on although the store was silent for a lease: answered, but not remembered."""
+    late: int = 0
+    """Completions whose value went on in the same way, and which were recorded when the store was back."""
     contradicted: int = 0
     """Those of them after which another run of the key completed it with an answer of its own, or had."""
     forgotten: list[str] = field(default_factory=list)
@@ -152,7 +154,8 @@ class _Trial:
         self._judge_overlaps()
         self._judge_completions()
         self._judge_unrecorded()
-        self.out.replayed = sum(event["name"] == "REPLAYED" for event in self.by_kind["told"])
+        told = Counter(event["name"] for event in self.by_kind["told"])
+        self.out.replayed, self.out.late = told["REPLAYED"], told["COMPLETED_LATE"]
         return self.out
 
     # --- reading -----------------------------------------------------------------------------------------------------

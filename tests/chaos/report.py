@@ -26,7 +26,9 @@ by message, some published twice, retries, chains, links, chords, and bodies lon
   effect* comes after its successor has shown a higher fence; *refused* counts those that the resource turned away
   for it.
 - *Completions not recorded*: the store was silent for a whole lease after the body had ended, as under a partition.
-  The value went on to Celery all the same (event `COMPLETE_FAILED`), and a later duplicate would run, or did.
+  The value went on to Celery all the same (event `COMPLETE_FAILED`). As long as its process lives, the worker then
+  records it in the background when the store is back (`COMPLETED_LATE`), and these are *recorded late*. What is not
+  recorded lost its process first, or was overtaken: a later duplicate would run, or did.
 - *Lost*: published, and not completed when nothing has moved for 45 s and no fault is left; also what a living worker
   holds and does not run.
 - *Lost by the broker's client*: by Redis's own log (its append-only file) the broker popped the message for a worker
@@ -82,6 +84,7 @@ def _found(run: Run) -> dict[str, Any]:
         "completed twice": len(verdict.completions),
         "completions not recorded": verdict.unrecorded if fenced else "no store",
         "of these, completed by another run": verdict.contradicted if fenced else "no store",
+        "completions recorded late": verdict.late if fenced else "no store",
         "old holder's effects accepted": len(verdict.stale) if fenced else "no fence",
         "old holder's effects refused": verdict.refused if fenced else "no fence",
         "continuations missing": len(verdict.missing),
@@ -92,6 +95,15 @@ def _found(run: Run) -> dict[str, Any]:
 
 def promises(runs: Sequence[Run]) -> list[str]:
     """What celery_idem broke; the bare systems promise nothing."""
-    broken = [f"{run.system.name}: {line}" for run in runs if run.system.idempotent for line in run.verdict.broken]
-    idle = [run for run in runs if run.verdict.hit < run.verdict.idle]
-    return broken + [f"{run.system.name}: {run.verdict.idle} faults found no work in flight" for run in idle]
+    return [f"{run.system.name}: {line}" for run in runs if run.system.idempotent for line in run.verdict.broken]
+
+
+def weak_storms(runs: Sequence[Run]) -> list[str]:
+    """Which storms mostly struck where no body ran, so that they showed little; no promise is broken by that."""
+    found = []
+    for run in runs:
+        hit, idle = run.verdict.hit, run.verdict.idle
+        if hit < idle:
+            text = f"{idle} of {hit + idle} faults met no work in flight; give it more --seconds or --rate"
+            found.append(f"WEAK STORM: {run.system.name}: {text}")
+    return found

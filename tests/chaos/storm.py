@@ -63,6 +63,13 @@ def schedule(seed: int, lasting: float, every: float, weights: Mapping[str, int]
     return [Tick(every * (n + dice.uniform(0.5, 1.5)), name, dice.random()) for n, name in enumerate(deck[:count])]
 
 
+def last_words(log: str) -> str:
+    """What a worker that ended by itself said; the one fault of Celery's that storms bring out by its name."""
+    if "'NoneType' object has no attribute 'hostname'" in log:
+        return "(Celery's own fault on a refused connection; it is started again)"
+    return f"and is started again; the end of its log: {log}"
+
+
 class Bodies:
     """Which bodies run now, followed in the history as it is written."""
 
@@ -164,7 +171,7 @@ class Storm:
         for slot in self.house.slots:
             if not slot.busy and not slot.worker.alive:
                 self.died += 1
-                progress(f"{slot.name} ended by itself: {slot.worker.log_tail(3)}")
+                progress(f"{slot.name} ended by itself {last_words(slot.worker.log_tail(3))}")
                 pids = self.bodies.pids.get(slot.worker.name, set())
                 self.house.history.write("gone", pids=[slot.worker.pid, *pids])
                 slot.start()

@@ -254,6 +254,17 @@ def test_a_completion_the_store_was_too_silent_for_is_no_loss_and_its_second_run
     assert (verdict.broken, verdict.unrecorded, verdict.contradicted, verdict.explained) == ([], 1, 1, 1)
 
 
+def test_a_completion_that_is_recorded_when_the_store_is_back_is_counted_as_late() -> None:
+    tale = Tale().published("a").begins("a", "one").effect("a", "one").ends("a", "one", completes=False)
+    tale.fault("partition", 1, deadly=False)
+    tale.say("told", name="COMPLETE_FAILED", message_id="a", fence="1").say("answered", "a", value="a by one").acked(
+        "a"
+    )
+    tale.say("completed", token="t-one", record="r-a").say("told", name="COMPLETED_LATE", message_id="a", fence="1")
+    verdict = tale.judged()
+    assert (verdict.broken, verdict.unrecorded, verdict.late) == ([], 0, 1)
+
+
 def test_a_completion_that_was_not_recorded_although_the_store_was_there() -> None:
     assert any(line.startswith("completion not recorded, and the store was there: a") for line in unrecorded("").broken)
 
