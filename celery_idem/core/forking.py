@@ -1,4 +1,4 @@
-"""No SQLite connection crosses a fork, no fork meets a driver that connects, and who this process is.
+"""No SQLite connection crosses a fork, and no fork meets a driver that connects.
 
 SQLite keeps its file locks in memory of the process. A child inherits that memory but not the locks: its own fresh
 connections would believe in locks nobody holds, wait for ever for a mutex of the parent's, or have their log deleted
@@ -17,20 +17,6 @@ from collections.abc import Callable
 from celery_idem.core.threads import real_lock
 
 _PATIENCE = 2.0  # seconds a fork waits for other threads' statements
-
-
-class _Process:
-    """This process's id, without the system call that a delivery would make a dozen times."""
-
-    def __init__(self) -> None:
-        self.ask()
-        os.register_at_fork(after_in_child=self.ask)
-
-    def ask(self) -> None:
-        self.pid = os.getpid()
-
-
-process = _Process()
 
 
 class ForkGate:

@@ -9,6 +9,7 @@ a fork the child starts with a thread of its own. Under gevent it is a real thre
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from functools import partial
 from typing import Any
 
 from celery_idem.core.events import Emitter, EventName
-from celery_idem.core.forking import process
 from celery_idem.core.records import Claim, Ended, Operation, Outcome, Release, Renewal, Successor
 from celery_idem.core.threads import Bell, original, start_thread, way_back
 from celery_idem.errors import StoreError, StoreUnavailable
@@ -71,7 +71,7 @@ class Heartbeat:
         self._reset()
 
     def _reset(self) -> None:
-        self._pid = process.pid
+        self._pid = os.getpid()
         self._leases: dict[str, _Lease] = {}
         self._leftovers: list[_Leftover] = []
         # C all through, so a signal's exception cannot leave it taken, as it could inside a condition's own __exit__.
@@ -89,7 +89,7 @@ class Heartbeat:
 
         Its lease began when it was asked for, at ``since`` by the monotonic clock, or now.
         """
-        if self._pid != process.pid:
+        if self._pid != os.getpid():
             self._reset()
         third = claim.lease / 3
         lease = _Lease(claim, on_lost, (time.monotonic() if since is None else since) + third)
@@ -113,7 +113,7 @@ class Heartbeat:
 
     def told(self, token: str, *, published: bool) -> None:
         """What became of the links of a message whose outcome is still to be recorded."""
-        if not self._leftovers or self._pid != process.pid:
+        if not self._leftovers or self._pid != os.getpid():
             return
         with self._mutex:
             for left in self._leftovers:
@@ -129,7 +129,7 @@ class Heartbeat:
         return ended
 
     def _later(self, leftover: _Leftover) -> None:
-        if self._pid != process.pid:
+        if self._pid != os.getpid():
             self._reset()
         with self._mutex:
             self._leases.pop(leftover.claim.token, None)
@@ -146,27 +146,27 @@ class Heartbeat:
 
     def discard(self, claim: Claim) -> None:
         """Stop renewing; the lease lapses unless it is ended."""
-        if self._pid == process.pid:
+        if self._pid == os.getpid():
             with self._mutex:
                 self._leases.pop(claim.token, None)
 
     def overdue(self, token: str) -> bool:
         """Whether nobody has confirmed this lease for its whole length, so that it may have lapsed."""
-        lease = self._leases.get(token) if self._pid == process.pid else None
+        lease = self._leases.get(token) if self._pid == os.getpid() else None
         return lease is not None and time.monotonic() > lease.due + lease.claim.lease * 2 / 3
 
     def held(self, token: str) -> Claim | None:
         """The claim or right this process keeps alive under the token, if any."""
-        lease = self._leases.get(token) if self._pid == process.pid else None
+        lease = self._leases.get(token) if self._pid == os.getpid() else None
         return None if lease is None else lease.claim
 
     def __len__(self) -> int:
-        return len(self._leases) if self._pid == process.pid else 0
+        return len(self._leases) if self._pid == os.getpid() else 0
 
     def stop(self) -> None:
         """End the thread and wait for it; leases still held lapse by themselves. ``add`` starts another."""
         join = self._join
-        if join is None or self._pid != process.pid:
+        if join is None or self._pid != os.getpid():
             return
         self._stopping = True
         self._bell.ring()

@@ -429,3 +429,12 @@ store.close()
 """
     done = subprocess.run([sys.executable, "-X", "dev", "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_a_limit_there_are_as_many_connections_as_verbs_at_once(redis_url: str, opened: Opener) -> None:
+    """redis-py 8 would refuse the 101st by itself, and a pool of 200 greenlets fails where nobody set a limit."""
+    lender = opened(redis_url).wire._lender()
+    lent = [lender.take() for _ in range(130)]
+    for one in lent:
+        lender.give(one)
+    lender.empty()

@@ -250,3 +250,35 @@ def test_an_engine_of_the_callers_own(postgres_url: str) -> None:
     assert record.state is State.COMPLETED
     store.close()
     engine.dispose()
+
+
+# -- odd rows ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("column", "value"), [("rev", "5.5"), ("rev", "x'00'"), ("record_version", "1.5")])
+def test_an_odd_row_costs_no_other_lease_its_renewal_and_leaves_no_transaction_open(
+    tmp_path: Path, column: str, value: str
+) -> None:
+    store = SQLStore(f"sqlite:///{tmp_path}/idem.db", timeout=1)
+    store.create_schema()
+    odd, sound = acquired(store), acquired(store)
+    calls = [store._database.call() for _ in range(3)]  # as many connections as a pool of threads has used
+    for call in calls:
+        call.execute("read", {"key": odd.key})
+    for call in calls:
+        call.close()
+    others = sa.create_engine(f"sqlite:///{tmp_path}/idem.db", connect_args={"timeout": 0.2})
+    with others.begin() as connection:
+        connection.execute(
+            sa.text(f"UPDATE celery_idem_record SET {column} = {value} WHERE key = :key"), {"key": odd.key}
+        )
+    answers = store.renew([odd, sound])
+    assert answers[sound.token] is Renewal.RENEWED
+    assert answers.get(odd.token, Renewal.BUSY) is Renewal.BUSY
+    claims = [acquired(store) for _ in range(4)]
+    with others.begin() as connection:  # another process finds every claim, and may write
+        found = connection.execute(sa.text("SELECT key FROM celery_idem_record")).scalars().all()
+        connection.execute(sa.text("UPDATE celery_idem_record SET holder = 'x' WHERE key = 'nobody'"))
+    assert {claim.key for claim in claims} <= set(found)
+    others.dispose()
+    store.close()

@@ -58,6 +58,10 @@ _blocking_pool: Any = redis.BlockingConnectionPool
 _readers: Mapping[str, Any] = URL_QUERY_ARGUMENT_PARSERS
 
 
+UNBOUNDED = 2**31
+"""As many connections as there are verbs at once; redis-py 8 would refuse the 101st by itself."""
+
+
 def wire_for(url: Any, *, timeout: float, options: Mapping[str, Any]) -> Wire:
     """The wire to the server that a URL or client names, unopened; ``ConfigurationError`` where it cannot be one."""
     if not timeout > 0:
@@ -141,8 +145,7 @@ def _pool_of(make: Callable[..., Any], kind: Any, settings: Settings, timeout: f
         if most is not None and make is redis.ConnectionPool:
             # Beyond the limit a verb waits its turn for a step's time; a plain pool would fail at once.
             return _blocking_pool(most, timeout / 4, connection_class=kind, **kwargs)
-        if most is not None:
-            kwargs["max_connections"] = most
+        kwargs["max_connections"] = UNBOUNDED if most is None else most
         return make(connection_class=kind, **kwargs)
 
     return new_pool

@@ -7,6 +7,7 @@ Where connections come from is connection.py's business, what the commands mean 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,6 @@ from typing import Any, Protocol
 
 from redis import exceptions
 
-from celery_idem.core.forking import process
 from celery_idem.errors import StoreUnavailable
 from celery_idem.stores.redis.lender import Lender, Lent
 from celery_idem.stores.redis.scripts import Script
@@ -130,7 +130,7 @@ class PooledWire:
 
     def close(self) -> None:
         """See ``Wire.close``."""
-        lender = self._lenders.pop(process.pid, None)
+        lender = self._lenders.pop(os.getpid(), None)
         if lender is None:
             return
         lender.empty()
@@ -140,7 +140,7 @@ class PooledWire:
 
     def _lender(self) -> Lender:
         """This process's pool. No lock: one held at a fork would stay held in the child for ever."""
-        mine = process.pid
+        mine = os.getpid()
         lender = self._lenders.get(mine)
         if lender is None:
             lender = self._lenders.setdefault(mine, Lender(self._new_pool(), self._patience))

@@ -22,6 +22,7 @@ from celery_idem.stores.sql.failures import (
     NoSchema,
     cause,
     connecting,
+    is_driver_error,
     no_schema,
     translated,
     unavailable,
@@ -125,7 +126,12 @@ class Call:
             self._lost = not self.database.sqlite and self.database.leads_nowhere(driver, original)
             if self._lost:
                 line.invalidate(original)
+            elif not is_driver_error(error):
+                self._give_up()
             raise translated(error, self.database.name, writes=writes, in_doubt=self._in_doubt) from error
+        except BaseException:
+            self._give_up()
+            raise
         finally:
             if ticket is not None:
                 watchdog().done(ticket)
@@ -140,6 +146,11 @@ class Call:
             if self.left() <= 0:
                 raise unavailable(self.database.name, "no connection was free in time", landed=self._in_doubt)
         return self._line
+
+    def _give_up(self) -> None:
+        """Cut off from outside, by a time limit or the end of a greenlet: an answer may still come, to the next one."""
+        if not self.joined and not self.database.sqlite:
+            self.drop()
 
     def drop(self) -> None:
         """Give the connection up: what state it is in is not known."""

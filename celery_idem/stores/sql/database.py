@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import random
 import threading
 import time
@@ -17,7 +18,7 @@ from sqlalchemy import create_engine, event
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import InvalidRequestError
 
-from celery_idem.core.forking import process, sqlite_gate
+from celery_idem.core.forking import sqlite_gate
 from celery_idem.errors import ConfigurationError
 from celery_idem.stores.sql import schema
 from celery_idem.stores.sql.call import Call, JoinedCall, Line
@@ -53,7 +54,7 @@ class Database:
             raise ConfigurationError("idempotency_store: use memory://, or name a file: sqlite:///path")
         # The file is on this host, so is its clock.
         self.clock = time.time if clock is None and self.name == "sqlite" else clock
-        self._pid = process.pid
+        self._pid = os.getpid()
         self.statements = statements(self.name, injected_clock=self.clock is not None)
         self._engines: dict[int, Engine] = {}
         self._spares: dict[int, Spare] = {}
@@ -76,7 +77,7 @@ class Database:
         Made without a lock, which a fork could leave locked for ever. A parent's engine stays referenced and
         untouched in the child: closing its connections there would end them for the parent.
         """
-        pid = process.pid
+        pid = os.getpid()
         return self._engines.get(pid) or self._engines.setdefault(pid, self._make_engine())
 
     def _make_engine(self) -> Engine:
@@ -87,7 +88,7 @@ class Database:
                 if self.sqlite:
                     event.listen(engine, "connect", _full_sync)
             else:
-                if self._pid != process.pid:
+                if self._pid != os.getpid():
                     engine.dispose(close=False)
                 engine = engine.execution_options(isolation_level="AUTOCOMMIT")
         except Exception as error:
@@ -100,7 +101,7 @@ class Database:
         Its pool is its own, so that a body in its transaction never keeps a verb waiting for a connection; what bounds
         it is how many bodies run at once.
         """
-        pid = process.pid
+        pid = os.getpid()
         return self._transacting.get(pid) or self._transacting.setdefault(pid, self._make_transacting())
 
     def _make_transacting(self) -> Engine:
@@ -166,7 +167,7 @@ class Database:
         return self._from_pool(deadline, core=core, transacting=transacting)
 
     def _spare(self) -> Spare:
-        pid = process.pid
+        pid = os.getpid()
         return self._spares.get(pid) or self._spares.setdefault(pid, Spare(self.engine()))
 
     def _from_pool(self, deadline: float, *, core: bool, transacting: bool) -> Line:
@@ -232,7 +233,7 @@ class Database:
             _closer(self._engines, self._transacting)()
 
     def _give_up_spare(self) -> None:
-        spare = self._spares.get(process.pid)
+        spare = self._spares.get(os.getpid())
         if spare is not None:
             spare.empty()
 
@@ -276,7 +277,7 @@ class Database:
 def _closer(*engines: dict[int, Engine]) -> Callable[[], None]:
     def close() -> None:
         for made in engines:
-            engine = made.get(process.pid)
+            engine = made.get(os.getpid())
             if engine is not None:
                 engine.dispose()
 

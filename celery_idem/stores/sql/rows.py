@@ -99,6 +99,8 @@ def _newer(values: Sequence[Any]) -> Row:
 def _number(value: Any, bits: int) -> int:
     """A number of a column of that many bits that can still grow: every write of the row would fail otherwise."""
     number = int(value)
+    if number != value:
+        raise ValueError(f"{value!r:.40} where a whole number belongs")
     if not -(2**bits) <= number < 2**bits - 1:
         raise OverflowError(f"{number:.3g} cannot be kept, or cannot grow")
     return number

@@ -199,8 +199,9 @@ class SQLStore:
         answers, written = dict(busy), []
         try:
             for claim in claims:
-                with contextlib.suppress(RecordCorrupt):
-                    answers[claim.token], row = self._rows.change(call, claim.key, _renewal_of(claim))
+                # In a transaction of its own it waits for no lock: waiting gives back the connection that it is on.
+                with contextlib.suppress(RecordCorrupt, LockedRow):
+                    answers[claim.token], row = self._rows.change(call, claim.key, _renewal_of(claim), patience=0.0)
                     written.append(row)
             call.execute("commit", {})
         except BaseException as error:

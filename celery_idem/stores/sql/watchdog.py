@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from celery_idem.core.forking import process
 from celery_idem.core.threads import Bell, original, real_lock, start_thread
 
 _NAP = 1.0  # seconds; while statements come and go the thread looks this often instead of being woken for each
@@ -76,5 +75,5 @@ _watchdogs: dict[int, Watchdog] = {}
 
 def watchdog() -> Watchdog:
     """Return this process's watchdog; no lock, for a fork could leave one locked for ever."""
-    pid = process.pid
+    pid = os.getpid()
     return _watchdogs.get(pid) or _watchdogs.setdefault(pid, Watchdog())
