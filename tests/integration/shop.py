@@ -125,6 +125,11 @@ def wait_for_go(self, name):
     self.log("end")
     return "went"
 
+@app.task(base=Logged, bind=True, acks_late=False)
+def early(self, name):
+    self.log("start")
+    wait_for(name)
+
 @app.task(base=Logged, bind=True)
 def fail(self):
     self.log("start")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +122,41 @@ def test_a_worker_killed_in_the_body_is_taken_over_by_another(places: tuple[str,
             assert result.get(timeout=40) == "went"
         assert shop.events() == ["NEW", "LEASE_RECLAIMED"]
         assert shop.starts() == 2
+
+
+@pytest.mark.crash
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # kombu's SQLAlchemy transport
+@pytest.mark.parametrize("broker", ["filesystem", "sqlite"])
+def test_a_worker_killed_on_a_broker_that_forgets_what_was_taken_loses_its_message(broker: str, tmp_path: Path) -> None:
+    """Not covered: such a broker has no acks, so nothing gives the message to another worker."""
+    url = "filesystem://" if broker == "filesystem" else f"sqla+sqlite:///{tmp_path}/broker.db"
+    with Shop(url, prepared(f"sqlite:///{tmp_path}/claims.db")) as shop:
+        with shop.tasks.worker(concurrency=1) as worker:
+            shop.wait_for_go.apply_async(("go",), task_id="M")
+            wait_until(lambda: shop.starts() == 1, 20, "the first body")
+            worker.kill()
+        shop.touch("go")
+        with shop.tasks.worker(concurrency=1):
+            assert shop.work.apply_async((0, "later"), task_id="N").get(timeout=30) == "later"
+        assert [run.id for run in shop.runs("start")] == ["M", "N"]
+        with shop.app.connection_for_read() as connection:
+            assert connection.default_channel._size(shop.tasks.queue) == 0, "the message is on the broker still"
+
+
+@pytest.mark.crash
+def test_a_task_that_is_acked_before_it_runs_is_lost_with_its_worker(redis_server: Any) -> None:
+    """Not covered: at most once, for Celery took the message off the broker before the body began."""
+    places = redis_server.new_database(), redis_server.new_database()
+    with Shop(*places, transport_options={"visibility_timeout": 1}) as shop:
+        with shop.tasks.worker(concurrency=1) as worker:
+            shop.early.apply_async(("go",), task_id="M")
+            wait_until(lambda: shop.starts() == 1, 20, "the first body")
+            worker.kill()
+        shop.touch("go")
+        restore(shop)
+        with shop.tasks.worker(concurrency=1):
+            assert shop.work.apply_async((0, "later"), task_id="N").get(timeout=30) == "later"
+        assert [run.id for run in shop.runs("start")] == ["M", "N"]
 
 
 def restore(shop: Shop) -> None:

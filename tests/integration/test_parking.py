@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
 
 import pytest
-from celery import chain, chord
+from celery import Celery, chain, chord
 
+from celery_idem.app import runtime_of
+from celery_idem.parking import confirmed_producer
 from celery_idem.stores.base import open_store
 from tests.integration.shop import SOURCE, Shop
 from tests.integration.test_delivery import hold, replayed
@@ -344,6 +347,20 @@ def test_parked_copies_of_a_quorum_queue_wait_in_the_broker_and_block_no_worker(
         assert delayed.get(timeout=20)
     assert sorted(run.id for run in shop.runs("start") if run.id.startswith("M")) == ["M0", "M1", "M2", "M3"]
     assert len(shop.came()) == shop.times() + 6, "a park brought more or less than one message"
+
+
+def test_what_we_publish_is_confirmed_whatever_the_app_says_and_its_own_is_not(amqp_url: str) -> None:
+    app = Celery("shop", broker=amqp_url, set_as_current=False)
+    app.conf.update(idempotency_store="memory://", broker_transport_options={"confirm_publish": False})
+    queue = f"q_{uuid.uuid4().hex[:10]}"
+    try:
+        with confirmed_producer(app) as ours, app.producer_or_acquire() as own:
+            for producer, confirmed in ((ours, True), (own, False)):
+                producer.publish("x", routing_key=queue)
+                assert producer.channel._confirm_selected is confirmed
+    finally:
+        runtime_of(app).confirming.release()
+        app.close()
 
 
 def test_a_delayed_original_of_a_quorum_queue_is_parked_to_its_queue(on_rabbit: Place) -> None:

@@ -184,3 +184,18 @@ def test_another_key_is_another_operation_whatever_it_does(shop: Shop) -> None:
     shop.deliver(shop.send(charge, 7, "now "))
     assert effects == [7, 7]
     assert {record.state for record in shop.store._records.values()} == {State.COMPLETED}
+
+
+def test_a_body_that_waits_for_a_message_of_its_own_key_would_wait_for_ever(shop: Shop) -> None:
+    """The message is parked for as long as the body runs, so whoever waits for it in the body gets nothing."""
+    inner: list[Any] = []
+
+    @shop.task(name="charge", idempotency=Policy(key="order:{order}"))
+    def charge(order: int) -> int:
+        other = shop.send(charge, order)
+        inner.extend(shop.deliver(other).state for _ in range(2))
+        return order
+
+    assert shop.deliver(shop.send(charge, 7)).value == 7
+    assert inner == ["IGNORED", "IGNORED"]
+    assert shop.terminal() == ["NEW", "PARKED", "PARKED"]
