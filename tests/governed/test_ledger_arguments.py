@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Verb, str, list[Any]]] = {
     "add_receipt(observed_at=)": (
         lambda s, a, v: s.add_receipt(a, "k", "note", "x", {}, observed_at=v),
         "observed_at",
-        [each for each in NUMBERS if each is not None] + [2e11],
+        [each for each in NUMBERS if each is not None] + [1e11 + 1],
     ),
     "lease_next(owner)": (lambda s, _, v: lease_next(s, owner=v), "owner", [*TEXTS, None]),
     "lease_next(lease_seconds=)": (
