@@ -39,8 +39,10 @@ class Plan:
     judged: dict[Name, str]
 
     def of(self, target: Target, mutants: Sequence[Mutant]) -> list[Mutant]:
-        """The mutants of this file to try."""
-        return drawn(mutants, self.seed)[: None if self.whole else self.count or target.drawn]
+        """The mutants of this file to try, and those that the session tried."""
+        order = drawn(mutants, self.seed)
+        count = len(order) if self.whole else self.count or target.drawn
+        return order[:count] + [mutant for mutant in order[count:] if self.session.known(mutant) is not None]
 
     def settles(self, mutant: Mutant, fate: Fate) -> bool:
         """Whether a fate of an earlier run still holds: a survivor may meet a new test."""

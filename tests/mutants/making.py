@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import random
+import hashlib
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -88,10 +88,16 @@ def _methods(statement: NodeOrLeaf) -> Iterator[NodeOrLeaf]:
 
 
 def drawn(mutants: Sequence[Mutant], seed: int) -> list[Mutant]:
-    """All of them in the order of a draw: one of every place first, then a second one of each, and so on."""
-    draw = random.Random(seed)
+    """All of them in the order of a draw: one of every place first, then a second one of each, and so on.
+
+    What the draw says of a mutant does not hang on what else the file has.
+    """
+
+    def lot(mutant: Mutant) -> bytes:
+        return hashlib.sha256(repr((seed, mutant.name)).encode()).digest()
+
     places: dict[tuple[int, int, str], list[Mutant]] = defaultdict(list)
-    for mutant in draw.sample(mutants, len(mutants)):
+    for mutant in sorted(mutants, key=lot):
         places[mutant.line, mutant.column, mutant.operator.partition("_")[0]].append(mutant)
     rounds = zip_longest(*places.values())
     return [mutant for each in rounds for mutant in each if mutant is not None]

@@ -28,4 +28,4 @@ class Mutant:
         return self.file, self.function, self.operator, self.before, self.after
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}, {self.operator}\n    - {self.before}\n    + {self.after}"
+        return f"{self.file}:{self.line} in {self.function}, {self.operator}:\n    - {self.before}\n    + {self.after}"

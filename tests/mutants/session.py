@@ -5,11 +5,10 @@ A file of JSON lines, one per mutant. A survivor that nobody judged is asked aga
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Mutant, Name
 from tests.mutants.running import Fate
 
 
@@ -18,22 +17,18 @@ class Session:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._known: dict[str, Fate] = {}
+        self._known: dict[Name, Fate] = {}
         if path is not None and path.exists():
             lines = map(json.loads, path.read_text().splitlines())
-            self._known = {line["mutant"]: Fate(line["fate"]) for line in lines}
+            self._known = {tuple(line["mutant"]): Fate(line["fate"]) for line in lines}
 
     def known(self, mutant: Mutant) -> Fate | None:
-        """What became of this very change to this very file; None where nobody tried."""
-        return self._known.get(_digest(mutant))
+        """What became of this change to this line of the function; None where nobody tried."""
+        return self._known.get(mutant.name)
 
     def note(self, mutant: Mutant, fate: Fate) -> None:
         """Remember it."""
         if self._path is None:
             return
         with self._path.open("a") as lines:
-            lines.write(json.dumps({"mutant": _digest(mutant), "fate": fate.value, "what": str(mutant)}) + "\n")
-
-
-def _digest(mutant: Mutant) -> str:
-    return hashlib.sha256(f"{mutant.file}\0{mutant.code}".encode()).hexdigest()
+            lines.write(json.dumps({"mutant": mutant.name, "fate": fate.value}) + "\n")

@@ -17,6 +17,7 @@ from celery_idem.core.decide import (
     decide_release,
     decide_renew,
     decide_settle,
+    first_claim,
     kept,
     next_fence,
 )
@@ -971,3 +972,8 @@ def test_a_record_of_an_older_version_is_changed_like_our_own() -> None:
     ended, completed = decide_complete(older, claim, result(), now=NOW)
     assert ended is Ended.COMPLETED
     assert decide_settle(completed, "M", now=NOW) is not None
+
+
+def test_a_first_claim_is_what_a_claim_of_nothing_writes() -> None:
+    mine = op(token="mine", generation=2, continues=True, fingerprint=fingerprint("a"))
+    assert first_claim(mine, now=NOW, lease=LEASE, ttl=TTL) == ask(None, mine)[1]
