@@ -39,6 +39,8 @@ class _Lease:
     claim: Claim
     on_lost: Callable[[], None]
     due: float
+    since: float
+    """When it was last confirmed: what got no answer moves only ``due``."""
 
 
 @dataclass(slots=True)
@@ -92,7 +94,8 @@ class Heartbeat:
         if self._pid != os.getpid():
             self._reset()
         third = claim.lease / 3
-        lease = _Lease(claim, on_lost, (time.monotonic() if since is None else since) + third)
+        since = time.monotonic() if since is None else since
+        lease = _Lease(claim, on_lost, since + third, since)
         with self._mutex:
             self._leases[claim.token] = lease
             self._nap = min(self._nap, third)
@@ -153,7 +156,7 @@ class Heartbeat:
     def overdue(self, token: str) -> bool:
         """Whether nobody has confirmed this lease for its whole length, so that it may have lapsed."""
         lease = self._leases.get(token) if self._pid == os.getpid() else None
-        return lease is not None and time.monotonic() > lease.due + lease.claim.lease * 2 / 3
+        return lease is not None and time.monotonic() > lease.since + lease.claim.lease
 
     def held(self, token: str) -> Claim | None:
         """The claim or right this process keeps alive under the token, if any."""
@@ -231,6 +234,8 @@ class Heartbeat:
                 lease.due = sent + lease.claim.lease / 3
                 if answer is Renewal.BUSY:
                     lease.due = sent + min(RETRY_AFTER, lease.claim.lease / 6)
+                else:
+                    lease.since = sent
 
     def _give_back(self, now: float) -> None:
         with self._mutex:

@@ -517,6 +517,22 @@ def test_a_late_outcome_of_a_message_that_continues_is_settled_too_where_no_cele
     assert store.get(key_for("order:1")).note("M").settled
 
 
+def test_an_exception_of_a_run_that_was_cut_off_and_lost_its_key_is_told_to_nobody(bench: Any) -> None:
+    """Renewals that get no answer confirm nothing, however lately they were tried."""
+    store = Silent(MemoryStore())
+    b = bench(Policy(lease=0.4, wait_timeout=0), store=store)
+    store.fail("renew", *down_always())
+
+    def cut_off(_: Any) -> None:
+        time.sleep(0.6)
+        assert store.claim(op(message="N"), lease=60, ttl=600).claim is not None
+        store.failing.clear()
+        raise ValueError("declined")
+
+    result = b.engine.attempt(op(), cut_off, ending=lambda *_: Ending.keep())
+    assert (result.status, result.error) == (Status.LEASE_LOST, None)
+
+
 class Slow(MemoryStore):
     """Its answer to a claim takes as long as a lease."""
 
@@ -568,7 +584,7 @@ def test_an_exception_of_a_run_that_stood_still_and_lost_its_key_is_told_to_nobo
     def stands_still(context: Any) -> None:
         store._clock.advance(61)  # type: ignore[attr-defined]
         assert store.claim(op(message="N"), lease=60, ttl=600).claim is not None
-        b.heartbeat._leases[context.token].due -= 61  # as long as the process stood still, nothing was renewed
+        b.heartbeat._leases[context.token].since -= 61  # as long as the process stood still, nothing was renewed
         raise ValueError("declined")
 
     result = b.engine.attempt(op(), stands_still, ending=lambda *_: Ending.keep())

@@ -117,6 +117,7 @@ def test_fields_of_a_newer_release_are_kept() -> None:
         ("notes", "["),
         ("notes", "[1]"),
         ("notes", "7"),
+        *(("notes", empty) for empty in ("0", "null", "false", '""', "[]")),
         ("notes", '{"m": 7}'),
         ("notes", '{"m": {"successor": {"generation": "x"}}}'),
         ("notes", "[" * 100_000),

@@ -59,6 +59,8 @@ def read_row(values: Sequence[Any]) -> Row:
 
 def _row(values: Sequence[Any]) -> Row:
     stored = {} if values[24] == "{}" else json.loads(values[24])
+    if not isinstance(stored, dict):
+        raise TypeError("notes that are no mapping")
     completed_at = values[17]
     record = Record(
         key=values[0],
