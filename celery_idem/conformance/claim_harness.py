@@ -33,6 +33,8 @@ class ClaimHarness(Protocol):
     """Seconds no verb outlives, of the handles that ``impatient``, ``silent`` and ``unreachable`` make."""
     shared: bool = True
     """Another process sees the same records; False for a store in memory."""
+    expires_itself: bool = False
+    """The place drops what has expired by a clock of its own, as Redis does: ``purge`` may find nothing."""
     clock: Clock | None = None
     """The store's clock: it must read this one, in every handle ``reopen`` makes too.
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CASES", "FAILED", "NOT_RUN", "PASSED", "RULES", "SUITE", "CaseResult", "assert_conforms", "run"]
 
-VERBS = ("complete", "release", "renew", "settle", "note_parked", "find", "forget", "purge")
+VERBS = ("complete", "release", "renew", "settle", "note_parked", "find", "forget", "purge", "close")
 RULES = (
     *(f"S{number}" for number in range(1, 10)),
     *(f"R{number}" for number in range(1, 13)),

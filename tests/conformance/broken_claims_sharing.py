@@ -245,6 +245,15 @@ class KeepsText(Bed):
         return decide.decide_complete(record, claim, outcome, now=now)
 
 
+@breaks("S9.a_large_value_comes_back_whole")
+class KeepsSixtyFourKilobytes(Bed):
+    def judge_complete(self, record: Any, claim: Any, outcome: Any, *, now: float) -> Any:
+        encoded = outcome.encoded
+        if encoded is not None:
+            outcome = Outcome(outcome.kind, replace(encoded, body=encoded.body[:65_535]))
+        return decide.decide_complete(record, claim, outcome, now=now)
+
+
 @breaks("S9.what_one_handle_completed_another_replays")
 class KeepsOneKind(Bed):
     def judge_complete(self, record: Any, claim: Any, outcome: Any, *, now: float) -> Any:

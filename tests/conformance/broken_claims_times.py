@@ -150,6 +150,13 @@ class PurgesByAge(Bed):
         return super().doomed(record) or (aged and record.lease_expires_at > self.now())
 
 
+@breaks("S5.a_claim_that_is_renewed_for_days_is_never_purged")
+class PurgesWhatWasClaimedLongAgo(Bed):
+    def doomed(self, record: Record) -> bool:
+        long_ago = record.state is State.CLAIMED and record.claimed_at + 7200 <= self.now()
+        return super().doomed(record) or long_ago
+
+
 @breaks("S5.a_completion_stays_for_its_ttl")
 class TtlCountsFromTheClaim(Bed):
     def judge_complete(self, record: Any, claim: Any, outcome: Any, *, now: float) -> Any:

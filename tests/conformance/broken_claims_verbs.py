@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -9,6 +10,7 @@ from typing import Any
 
 from celery_idem.core import decide
 from celery_idem.core.records import Answer, Ended, Note, Record, Release, Renewal, State
+from celery_idem.errors import StoreUnavailable
 from tests.conformance.broken_claims_base import Bed, breaks
 
 # --- complete ---------------------------------------------------------------------------------------------------------
@@ -180,6 +182,18 @@ class EndedIsLost(Renewing):
         return (Renewal.LOST, None) if ended else None
 
 
+@breaks("renew.a_large_batch_is_renewed_whole")
+class RenewsTheFirstHundred(Bed):
+    def renew(self, claims: Sequence[Any]) -> Mapping[str, Renewal]:
+        return super().renew(claims[:100])
+
+
+@breaks("renew.a_large_batch_is_renewed_whole")
+class SaysThatItRenewedAll(Bed):
+    def renew(self, claims: Sequence[Any]) -> Mapping[str, Renewal]:
+        return {**{claim.token: Renewal.RENEWED for claim in claims}, **super().renew(claims[:100])}
+
+
 @breaks("renew.of_nothing_nothing_is_renewed")
 class NeedsAClaimToRenew(Bed):
     def renew(self, claims: Sequence[Any]) -> Mapping[str, Renewal]:
@@ -317,6 +331,34 @@ class PurgesLapsedClaims(Bed):
 class PurgesEverythingAtOnce(Bed):
     def purge(self, limit: int) -> int:
         return super().purge(1_000_000)
+
+
+@breaks("purge.purge_stops_at_its_limit")
+class NeverPurges(Bed):
+    def purge(self, limit: int) -> int:
+        return 0
+
+
+@breaks("purge.purge_stops_at_its_limit")
+class PurgesByTheWorkersClock(Bed):
+    def doomed(self, record: Record) -> bool:
+        return record.expires_at <= time.time()
+
+
+# --- close ------------------------------------------------------------------------------------------------------------
+
+
+@breaks("close.a_closed_store_opens_again")
+class ClosedForGood(Bed):
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+    def away(self) -> None:
+        if self.closed:
+            raise StoreUnavailable("the pool is closed", may_have_landed=False)
+        super().away()
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

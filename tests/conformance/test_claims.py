@@ -12,7 +12,7 @@ import pytest
 
 from celery_idem.conformance import claims
 from celery_idem.conformance.claim_cases import bench
-from celery_idem.conformance.claim_stores import ALONE, MemoryHarness
+from celery_idem.conformance.claim_stores import ALONE, MemoryHarness, harnesses
 from celery_idem.stores.base import open_store
 from celery_idem.stores.memory import MemoryStore
 from tests.conformance import plain_claims
@@ -143,6 +143,13 @@ class TestTheCommand:
         assert "give it an empty place" in done.stderr
         assert len(list(store.find())) == 1
         store.close()
+
+    def test_it_knows_its_own_records_and_says_that_the_place_must_be_emptied(self, tmp_path: Path) -> None:
+        url = f"sqlite:///{tmp_path / 'claims.db'}"
+        claims.run(harnesses(url), ["S4", "S5"])
+        done = command("celery_idem.conformance.claims", url)
+        assert done.returncode == 2
+        assert done.stderr == "an earlier run left its records here: empty the place, or name another one\n"
 
     @pytest.mark.parametrize("url", ["mysql://u:secret@localhost/d", "sqlite:///no/such/directory/a.db"])
     def test_it_says_in_one_line_what_is_wrong_with_a_url(self, url: str) -> None:

@@ -25,6 +25,8 @@ CLAIMANTS = 12
 ROUNDS = 6
 FORK_PATIENCE = 10.0
 """Real seconds a forked child may take."""
+LARGE = 262_144
+"""Bytes of the largest value that is kept unless a setting says otherwise: ``result_max_bytes``."""
 WHOLE = "ACQUIRED COMPLETED COMPLETED"
 """What a run of its own says of a key that nobody used."""
 
@@ -294,6 +296,18 @@ def what_one_handle_completed_another_replays(bench: Bench) -> None:
         record = bench.ask(bench.op(f"k{number}"), store=bench.other).record
         got = record.outcome if record else None
         expect(got == value, f"completed with {value}, another handle was told {got}")
+
+
+@case("S9")
+def a_large_value_comes_back_whole(bench: Bench) -> None:
+    """A store whose column holds less than ``result_max_bytes`` lets through, and cuts the rest off."""
+    body = b"0123456789abcdef" * (LARGE // 16)
+    bench.complete(value=outcome(body))
+    record = bench.ask(bench.op(), store=bench.other).record
+    encoded = record.outcome.encoded if record and record.outcome else None
+    kept = encoded.body if encoded else b""
+    expect(len(kept) == LARGE, f"completed with a value of {LARGE} bytes, another handle was told {len(kept)} of them")
+    expect(kept == body, f"completed with a value of {LARGE} bytes, another handle was told as many, but not the same")
 
 
 @case("S9", "annotate")

@@ -190,6 +190,19 @@ def a_live_claim_is_never_purged(bench: Bench) -> None:
 
 
 @case("S5", "clock")
+def a_claim_that_is_renewed_for_days_is_never_purged(bench: Bench) -> None:
+    """A store that takes a claim for abandoned because it was claimed long ago."""
+    claim = bench.take(lease=DAY / 4, ttl=60)
+    for hours in range(3, 3 * 24 + 1, 3):
+        bench.clock.advance(DAY / 8)
+        bench.store.renew([claim])
+        bench.store.purge(1_000_000)
+        record = bench.other.get(claim.key)
+        told = f"purged {hours} h after it was claimed, the record of a claim that is renewed became {record}"
+        expect(record is not None and record.fence == claim.fence, told)
+
+
+@case("S5", "clock")
 def a_completion_stays_for_its_ttl(bench: Bench) -> None:
     """A store that counts the ttl from the claim, or forgets the outcome when it likes."""
     claim = bench.take()
