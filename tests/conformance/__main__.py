@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -78,11 +79,16 @@ def rows(suite: Suite, broken: Sequence[Held], histories: bool) -> list[tuple[An
     return [*lines, ("all", *sums, sum(line[5] for line in lines) if histories else "")]
 
 
-def faults(suite: Suite, broken: Sequence[Held]) -> list[str]:
-    """What must not be: a store not caught, caught by what it does not declare, a case that catches nothing."""
+def faults(suite: Suite, broken: Sequence[Held], *, whole: bool = True) -> list[str]:
+    """What must not be: a store not caught, caught by what it does not declare, a case that catches nothing.
+
+    The last is only asked where all of the broken stores were held (``whole``).
+    """
     missed = [one for one in broken if not one.caught]
     found = [f"{one.store.__name__} was not caught by {sorted(one.store.caught_by)}" for one in missed]
     found += [f"{one.store.__name__} was also caught by {one.foreign}" for one in broken if not one.declared]
+    if not whole:
+        return found
     named = {name for one in broken for name in one.store.caught_by}
     found += [f"{case.name} has no broken store" for case in suite.cases if case.name not in named]
     return found
@@ -102,36 +108,57 @@ def sound(what: str, results: Sequence[Any]) -> tuple[str, list[str]]:
     return f"- {what}: {passed} of {len(results)} cases passed, {not_run} not run", wrong
 
 
-def of_claims() -> tuple[list[str], list[str]]:
+def chosen(stores: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """The stores of these names; all of them where none is named."""
+    return [store for store in stores if not names or store.__name__ in names]
+
+
+def of_claims(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """What is printed of claim stores, and what is wrong."""
-    line, wrong = sound("claims, a dictionary and a lock without core/decide.py", claims.run(PlainClaimsHarness))
-    broken = held("claims", broken_claims.BROKEN, broken_claims.check)
+    broken = held("claims", chosen(broken_claims.BROKEN, names), broken_claims.check)
     texts = ["Claim stores:", table(HEADER, rows(claims.SUITE, broken, histories=True))]
     texts += ["Caught by cases of another rule too, because those rest on the broken one:", rests(broken)]
-    texts += ["Written from the contract alone:", line]
-    return texts, [*wrong, *faults(claims.SUITE, broken)]
+    wrong = faults(claims.SUITE, broken, whole=not names)
+    if names:
+        return texts, wrong
+    line, also = sound("claims, a dictionary and a lock without core/decide.py", claims.run(PlainClaimsHarness))
+    return [*texts, "Written from the contract alone:", line], [*also, *wrong]
 
 
-def of_actions() -> tuple[list[str], list[str]]:
+def of_actions(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """What is printed of action stores, and what is wrong."""
-    line, wrong = sound("actions, plain dictionaries", actions.run(PlainHarness))
-    broken = held("actions", broken_actions.BROKEN, check_action)
+    broken = held("actions", chosen(broken_actions.BROKEN, names), check_action)
     counted = [counts[:5] for counts in rows(actions.SUITE, broken, histories=False)]
-    texts = ["Action stores:", table(HEADER[:5], counted), "Written from the contract alone:", line]
-    return texts, [*wrong, *faults(actions.SUITE, broken)]
+    texts = ["Action stores:", table(HEADER[:5], counted)]
+    wrong = faults(actions.SUITE, broken, whole=not names)
+    if names:
+        return texts, wrong
+    line, also = sound("actions, plain dictionaries", actions.run(PlainHarness))
+    return [*texts, "Written from the contract alone:", line], [*also, *wrong]
 
 
-def main(chosen: Sequence[str]) -> int:
-    """Hold the broken stores of both suites against all cases, or those of the named one: ``claims``, ``actions``."""
+SUITES = {"claims": (of_claims, broken_claims.BROKEN), "actions": (of_actions, broken_actions.BROKEN)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Hold the broken stores that are asked for against all cases of their suites; 1 where one was not caught."""
+    every = {store.__name__ for _, stores in SUITES.values() for store in stores}
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    parser.add_argument("suites", nargs="*", metavar="claims|actions", help="one of the suites (both)")
+    parser.add_argument("--store", action="append", default=[], metavar="NAME", help="this broken store alone; repeat")
+    given = parser.parse_args(argv)
+    if unknown := sorted({*given.suites} - {*SUITES}) or sorted({*given.store} - every):
+        parser.error(f"no suite and no broken store of this name: {', '.join(unknown)}")
     texts = ["Every broken store is held against every case of its suite. A store names the cases that must catch it."]
     broken: list[str] = []
-    for name, suite in (("claims", of_claims), ("actions", of_actions)):
-        if not chosen or name in chosen:
-            printed, wrong = suite()
-            texts += printed
-            broken += wrong
+    for name, (suite, stores) in SUITES.items():
+        if (given.suites and name not in given.suites) or not chosen(stores, given.store):
+            continue
+        printed, wrong = suite(given.store)
+        texts += printed
+        broken += wrong
     return conclude("conformance", "Conformance, and stores broken on purpose", "\n\n".join(texts), broken)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -56,3 +56,25 @@ def test_so_is_one_that_is_caught_by_what_it_does_not_declare(monkeypatch: pytes
 def test_and_a_case_that_catches_nothing() -> None:
     found = proof.faults(claims.SUITE, [])
     assert found == [f"{case.name} has no broken store" for case in claims.CASES]
+
+
+def test_it_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        proof.main(["--help"])
+    assert "claims|actions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["stores"], ["--store", "Nobody"]], ids=["suite", "store"])
+def test_what_is_not_there_is_not_run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        proof.main(argv)
+    assert f"of this name: {argv[-1]}" in capsys.readouterr().err
+
+
+def test_one_store_is_held_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(proof.broken_claims, "check", of_its_rules)
+    monkeypatch.delenv("EVIDENCE_FILE", raising=False)
+    assert proof.main(["claims", "--store", "TheLastValueStays"]) == 0
+    said = capsys.readouterr().out
+    assert "| complete | 5 | 1 | 1 | 1 | 1 |" in said
+    assert "Action stores" not in said
