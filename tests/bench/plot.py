@@ -31,6 +31,9 @@ def bars(title: str, groups: list[tuple[str, list[tuple[str, float]]]]) -> str:
     """The chart; every group has a title and named values, 1 is the whole width but for a margin."""
     most = max([1.0, *(value for _, rows in groups for _, value in rows)])
     parts, y = [], TOP
+    if not groups:
+        y += BAR
+        parts.append(f'<text x="8" y="{y}">Not run yet: make bench</text>')
     for name, rows in groups:
         y += BAR
         parts.append(f'<text x="8" y="{y}" font-weight="bold">{escape(name)}</text>')
