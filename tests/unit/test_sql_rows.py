@@ -135,6 +135,17 @@ def test_a_row_that_makes_no_sense(column: str, value: Any) -> None:
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize("body", [2**62, 10**10, 1.5])
+def test_a_body_that_is_a_number_takes_no_memory(body: Any) -> None:
+    """SQLite keeps whatever it is given."""
+    outcome = Outcome(Kind.RESULT, Encoded(b"1", "application/json", "utf-8", "checksum"))
+    values = as_stored(Record("k" * 64, State.COMPLETED, "t", 1, "m", 0, 1, outcome=outcome))
+    assert rows.read_row(values).record.outcome == outcome
+    values[COLUMNS.index("body")] = body
+    with pytest.raises(RecordCorrupt, match="bytes belong"):
+        rows.read_row(values)
+
+
 def test_a_row_only_a_newer_release_can_read() -> None:
     values = as_stored(Record("k", State.CLAIMED, "t", 1, "m", 0, 1, expires_at=9.0))
     values[COLUMNS.index("record_version")] = 2

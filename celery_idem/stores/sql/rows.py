@@ -118,6 +118,8 @@ def _outcome(values: Sequence[Any]) -> Outcome:
     kind, content_type, content_encoding, checksum, body = values
     if body is None:
         return Outcome(_KINDS[kind])
+    if not isinstance(body, (str, bytes, memoryview)):  # bytes of a number would be that many zeros
+        raise TypeError(f"{type(body).__name__} where bytes belong")
     body = body.encode() if isinstance(body, str) else bytes(body)
     return Outcome(_KINDS[kind], Encoded(body, content_type or "", content_encoding or "", checksum or ""))
 
