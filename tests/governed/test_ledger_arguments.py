@@ -123,6 +123,7 @@ CASES: dict[str, tuple[Verb, str, list[Any]]] = {
         "expected_payload",
         [math.nan, {1: 2}, object()],
     ),
+    "begin(expected_source=)": (lambda s, a, v: begin(s, a, expected_source=v), "expected_source", TEXTS),
     "begin(expected_approval_id=)": (
         lambda s, a, v: begin(s, a, expected_approval_id=v),
         "expected_approval_id",
