@@ -137,6 +137,8 @@ def _conclude(reports: Sequence[Report], plan: Plan) -> int:
             f"Drawn with seed {plan.seed}, one mutant of every place in a file before a second one of any, as "
             "far as the time went. All of them: `make mutants ARGS=--whole`."
         )
+    if plan.session.kept:
+        printed.append("Put together from several goes, between which other lines of the files changed (`--session`).")
     printed.append(_listed("Not judged yet", [f"{each}" for report in reports for each in report.unjudged]))
     equivalent = [f"{each}\n    = {judgement(each, plan.judged)}" for report in reports for each in report.judged]
     printed.append(_listed("Judged: nothing that anybody relies on changes", equivalent))

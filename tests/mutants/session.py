@@ -22,6 +22,11 @@ class Session:
             lines = map(json.loads, path.read_text().splitlines())
             self._known = {tuple(line["mutant"]): Fate(line["fate"]) for line in lines}
 
+    @property
+    def kept(self) -> bool:
+        """Whether there is a file."""
+        return self._path is not None
+
     def known(self, mutant: Mutant) -> Fate | None:
         """What became of this change to this line of the function; None where nobody tried."""
         return self._known.get(mutant.name)
