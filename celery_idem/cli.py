@@ -192,7 +192,7 @@ def doctor(ctx: click.Context, asks_store: bool) -> None:
     tasks_of(runtime)
     found = examine(runtime.app)
     if asks_store:
-        found = merged([*found, *store_findings(runtime)])
+        found = merged([*found, *store_findings(runtime, found)])
     counts = {f"{severity}s": sum(one.severity == severity for one in found) for severity in SEVERITIES}
     said = [text.finding_text(one) for one in found]
     counted = ", ".join(f"{n} {word if n != 1 else word[:-1]}" for word, n in counts.items() if n)

@@ -1,9 +1,9 @@
 """``celery -A app idem doctor``: what in an app's configuration does not go together, and the line that mends it.
 
 ``examine(app)`` looks at Celery's settings, ours, each idempotent task under its effective policy, and the beat
-schedule. It opens no connection. What only the store can tell is ``celery idem check``'s business; what a worker
-refuses to start with is told here as a fault, by the worker's own words. Each rule is a function in ``settings``,
-``tasks`` or ``beat``, and is silent where it does not know.
+schedule. It imports the store's driver and opens no connection. What only the store can tell is ``celery idem
+check``'s business; what a worker refuses to start with is told here as a fault, by the worker's own words. Each rule
+is a function in ``settings``, ``tasks`` or ``beat``, and is silent where it does not know.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def examine(app: Celery) -> list[Finding]:
         if runtime.mode == "off":
             return [settings.switched_off()]
         runtime.check_tasks()
+        if any(True for _ in runtime.tasks()):
+            settings.check_driver(runtime)
     except ConfigurationError as error:
         return [settings.refused(error)]
     facts = Facts(runtime)

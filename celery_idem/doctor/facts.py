@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
+from urllib.parse import urlsplit
 
 from celery import Task
 
@@ -62,6 +63,12 @@ class Facts:
         return self.broker == "sqs" or name.lower() not in LOCAL
 
     @property
+    def shared_redis(self) -> str | None:
+        """The one Redis that holds both broker and claims, as far as the URLs tell: ``host:port``, or its socket."""
+        ours, theirs = (_redis_place(url) for url in (self.runtime.store_url or "", self.broker_url))
+        return ours if ours == theirs else None
+
+    @property
     def options(self) -> dict[str, Any]:
         """``broker_transport_options``."""
         return dict(self.conf.broker_transport_options or {})
@@ -91,6 +98,14 @@ class Facts:
         given = self.conf.result_expires
         seconds = given.total_seconds() if isinstance(given, timedelta) else float(given or 0)
         return seconds or None
+
+    def annotated(self, task: Idempotent, option: str) -> bool:
+        """Whether ``task_annotations`` sets this option of the task; objects among them are not asked."""
+        given = self.conf.task_annotations or ()
+        for one in given if isinstance(given, (list, tuple)) else (given,):
+            if isinstance(one, Mapping) and any(option in (one.get(name) or {}) for name in (task.name, "*")):
+                return True
+        return False
 
     # --- one task ----------------------------------------------------------------------------------------------------
 
@@ -140,3 +155,18 @@ class Facts:
     def delays_in_worker(self) -> bool:
         """Whether a message waits for its ETA unacked, in a worker."""
         return self.broker != "amqp" or not delays_natively(self.app)
+
+
+def _redis_place(url: str) -> str | None:
+    """Which server a Redis URL means, one word per server; None where it is none, or Sentinel decides."""
+    scheme, _, rest = url.partition("://")
+    if scheme.lower() not in {"redis", "rediss", "redis+socket"}:
+        return None
+    if scheme.lower() == "redis+socket":
+        return rest.partition("?")[0].rpartition("@")[2]
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "localhost").lower(), parts.port or 6379
+    except ValueError:
+        return None
+    return f"{'localhost' if host in LOCAL else host}:{port}"

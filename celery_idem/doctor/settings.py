@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from difflib import get_close_matches
 
 from celery_idem.app import Runtime, given_settings
 from celery_idem.cli_text import duration, one_line
@@ -20,12 +21,26 @@ def refused(error: ConfigurationError) -> Finding:
     return Finding("fault", "refused", "settings", found or change, "A worker refuses to start.", change)
 
 
-def store_findings(runtime: Runtime) -> list[Finding]:
-    """What the store says of itself, in the worker's words."""
+def check_driver(runtime: Runtime) -> None:
+    """``ConfigurationError`` where the store's library is not installed; imports it, and connects to nothing."""
+    if runtime.store.name not in {"sqlite", "postgresql"}:
+        return  # the others are imported where the store is made
+    from celery_idem.stores.sql.failures import connecting
+    from celery_idem.stores.sql.opening import parsed, with_driver
+
+    try:
+        with_driver(parsed(runtime.store_url or "")).get_dialect().import_dbapi()
+    except Exception as error:
+        raise connecting(error, runtime.store.name, landed=False) from error
+
+
+def store_findings(runtime: Runtime, found: Iterable[Finding]) -> list[Finding]:
+    """What the store says of itself, in the worker's words, but for what was found without asking."""
     if runtime.mode == "off":
         return []
+    shared = any(one.rule == "store-on-the-broker" for one in found)
     try:
-        warnings = runtime.check_store()
+        warnings = runtime.store.check() if shared else runtime.check_store()
     except ConfigurationError as error:
         return [replace(refused(error), subject="idempotency_store")]
     return [
@@ -125,16 +140,69 @@ def _unconfirmed(facts: Facts) -> Iterator[Finding]:
 
 
 def _visibility_elsewhere(facts: Facts) -> Iterator[Finding]:
-    said = (facts.conf.result_backend_transport_options or {}).get("visibility_timeout")
-    if said and facts.visibility is not None and float(said) != facts.visibility:
+    elsewhere = {
+        "visibility_timeout": facts.conf.get("visibility_timeout"),
+        "result_backend_transport_options": (facts.conf.result_backend_transport_options or {}).get(
+            "visibility_timeout"
+        ),
+    }
+    for where, said in elsewhere.items():
+        if isinstance(said, (int, float)) and facts.visibility is not None and float(said) != facts.visibility:
+            yield Finding(
+                "risk",
+                "visibility-elsewhere",
+                where,
+                f"visibility_timeout {duration(float(said))} there, {duration(facts.visibility)} for the broker",
+                "Messages are given to other workers by what broker_transport_options say; this does nothing.",
+                f'broker_transport_options["visibility_timeout"] = {said}',
+            )
+
+
+TRANSPORT_OPTIONS = frozenset(
+    """
+    ack_emulation client_name confirm_publish connect_retries_timeout connect_timeout failover_strategy fanout_patterns
+    fanout_prefix global_keyprefix health_check_interval heartbeat interval_max interval_start interval_step
+    login_method master_name max_connections max_retries min_other_sentinels polling_interval predefined_queues
+    priority_steps queue_name_prefix queue_order_strategy read_timeout region retry_on_timeout retry_policy sep
+    sentinel_kwargs socket_connect_timeout socket_keepalive socket_keepalive_options socket_timeout unacked_index_key
+    unacked_key unacked_mutex_expire unacked_mutex_key unacked_restore_interval unacked_restore_limit
+    unacked_restore_throttle visibility_timeout wait_time_seconds write_timeout
+    """.split()  # noqa: SIM905  one a line would be a page
+)
+"""What kombu's transports are told most. Another word is told only where it looks like one of these."""
+
+
+def _misspelt_option(facts: Facts) -> Iterator[Finding]:
+    for option in facts.options:
+        near = get_close_matches(str(option), TRANSPORT_OPTIONS, n=1, cutoff=0.85)
+        if near and option not in TRANSPORT_OPTIONS:
+            why = "A transport leaves what it does not know aside, so the option has its default."
+            change = f"broker_transport_options[{near[0]!r}] = {facts.options[option]!r}"
+            yield Finding("risk", "misspelt-option", "broker_transport_options", repr(option), why, change)
+
+
+def _store_on_the_broker(facts: Facts) -> Iterator[Finding]:
+    if facts.shared_redis:
         yield Finding(
             "risk",
-            "visibility-elsewhere",
-            "result_backend_transport_options",
-            f"visibility_timeout {duration(float(said))} there, {duration(facts.visibility)} for the broker",
-            "Messages are given to other workers by the broker's timeout; the result backend's does nothing.",
-            f'broker_transport_options["visibility_timeout"] = {said}',
+            "store-on-the-broker",
+            "idempotency_store",
+            f"{facts.shared_redis}, where the broker is as well",
+            "A full queue takes the memory of the records, and one outage takes both.",
+            'idempotency_store = "redis://a-redis-of-its-own/0"',
         )
+
+
+def _eager(facts: Facts) -> Iterator[Finding]:
+    if facts.conf.task_always_eager and facts.broker != "memory":
+        why = "Every call runs where it is made, in the publisher; no worker ever gets a message."
+        yield Finding("hint", "always-eager", "task_always_eager", "True", why, "task_always_eager = False")
+
+
+def _pool(facts: Facts) -> Iterator[Finding]:
+    if str(facts.conf.worker_pool) == "eventlet":
+        why = "It is not tested: renewals stop while a body computes, and no lost lease ends it."
+        yield Finding("hint", "pool-not-tested", "worker_pool", "eventlet", why, 'worker_pool = "gevent", or "threads"')
 
 
 def _results_before_redelivery(facts: Facts) -> Iterator[Finding]:
@@ -159,5 +227,9 @@ RULES: tuple[Rule, ...] = (
     _deduplicates_twice,
     _unconfirmed,
     _visibility_elsewhere,
+    _misspelt_option,
+    _store_on_the_broker,
+    _eager,
+    _pool,
     _results_before_redelivery,
 )

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from celery_idem.app import acked_early
 from celery_idem.cli_text import duration
 from celery_idem.core.policy import Policy
 from celery_idem.doctor.facts import Facts
 from celery_idem.doctor.finding import Finding, Severity
+from celery_idem.doctor.schedule import needs_its_slot
 from celery_idem.doctor.settings import Rule
 from celery_idem.parking import time_limits
 from celery_idem.task import Idempotent
 
 MARGIN = 60
 """Seconds added to what a timeout has to outlast, in the line that is proposed."""
+LONG_LEASE = 600.0
+"""Seconds; leases are renewed while a body runs, so none has to be as long as the body."""
+LONG_WAIT = 5.0
+"""Seconds; a run that has not ended by then is better waited for on the broker."""
 
 
 def _of(task: Idempotent, severity: Severity, rule: str, found: str, why: str, change: str) -> Finding:
@@ -31,14 +35,26 @@ def _each(facts: Facts) -> Iterator[tuple[Idempotent, Policy]]:
 
 def _acks(facts: Facts) -> Iterator[Finding]:
     for task in facts.tasks:
-        if acked_early(task):
-            why = "The message is acked before the body runs, so a crash loses it, and nothing is left to run once."
-            change = "task_acks_late = True and task_reject_on_worker_lost = True"
-            yield _of(task, "risk", "acked-early", "acks_late False", why, change)
-        elif task.acks_late and not _given_back(facts, task):
+        if not task.acks_late:
+            yield _acked_early(facts, task)
+        elif not _given_back(facts, task):
             why = "Celery acks the message of a child that was killed, so no copy ever takes over from it."
             change = "task_reject_on_worker_lost = True"
             yield _of(task, "risk", "lost-with-child", "acks_late True, reject_on_worker_lost False", why, change)
+
+
+def _acked_early(facts: Facts, task: Idempotent) -> Finding:
+    """A risk where a setting says so; where the task itself does, at most once may be what is meant."""
+    severity: Severity = "risk"
+    if facts.annotated(task, "acks_late"):
+        found, change = "acks_late False in task_annotations", "take acks_late out of task_annotations"
+    elif task.always_idempotent or facts.conf.task_acks_late:
+        severity = "hint"
+        found, change = "acks_late=False of its own", "leave acks_late out, unless at most once is what you want"
+    else:
+        found, change = "acks_late False", "task_acks_late = True and task_reject_on_worker_lost = True"
+    why = "The message is acked before the body runs, so a crash loses it, and nothing is left to run once."
+    return _of(task, severity, "acked-early", found, why, change)
 
 
 def _given_back(facts: Facts, task: Idempotent) -> bool:
@@ -175,6 +191,21 @@ def _short_lease(facts: Facts) -> Iterator[Finding]:
             )
 
 
+def _long_lease(facts: Facts) -> Iterator[Finding]:
+    for task, policy in _each(facts):
+        if policy.lease > LONG_LEASE:
+            why = "The keys of a host that is lost wait for as long, and no message of theirs runs meanwhile."
+            yield _of(task, "hint", "lease-long", f"lease {duration(policy.lease)}", why, "Policy(lease=60)")
+
+
+def _long_wait(facts: Facts) -> Iterator[Finding]:
+    for task, policy in _each(facts):
+        if policy.wait_timeout > LONG_WAIT:
+            why = "Each duplicate blocks a slot of its worker for as long, and then parks all the same."
+            found = f"wait_timeout {duration(policy.wait_timeout)}"
+            yield _of(task, "hint", "waits-in-slot", found, why, "Policy(wait_timeout=1)")
+
+
 def _short_ttl(facts: Facts) -> Iterator[Finding]:
     out = facts.visibility
     for task, policy in _each(facts):
@@ -187,7 +218,7 @@ def _short_ttl(facts: Facts) -> Iterator[Finding]:
                 f"ttl {duration(policy.ttl)}, visibility timeout {duration(out)}",
                 "A worker that dies between completion and ack leaves a message that comes back when its record is "
                 "gone, and runs again.",
-                f"Policy(ttl={int(out) * 2})",
+                _longer_ttl(facts, task),
             )
 
 
@@ -201,8 +232,18 @@ def _forgotten_before_retry(facts: Facts) -> Iterator[Finding]:
                 "forgotten-before-retry",
                 f"ttl {duration(policy.ttl)}, retries up to {duration(delay)} later",
                 "Another message of the key may complete while the retry waits, and be forgotten before it comes.",
-                f"Policy(ttl={int(delay) * 2})",
+                _longer_ttl(facts, task),
             )
+
+
+def _longer_ttl(facts: Facts, task: Idempotent) -> str:
+    """The line that outlasts both redelivery and retries, and keeps a beat task from becoming a replay by it."""
+    redelivered = facts.visibility if task.acks_late else 0
+    ttl = 2 * int(max(redelivered or 0, facts.longest_retry(task)))
+    if needs_its_slot(facts, task, ttl):
+        return f"let the key name the slot (choose-a-key.md, on beat), and only then Policy(ttl={ttl})"
+    unless = ", unless the ttl is what lets the next slot run" if facts.key_kind(task) == "function" else ""
+    return f"Policy(ttl={ttl}){unless}"
 
 
 def _results_before_record(facts: Facts) -> Iterator[Finding]:
@@ -249,6 +290,8 @@ RULES: tuple[Rule, ...] = (
     _limits,
     _soft_shutdown,
     _short_lease,
+    _long_lease,
+    _long_wait,
     _short_ttl,
     _forgotten_before_retry,
     _results_before_record,

@@ -54,7 +54,7 @@ class Shop:
 def opened(shop: Shop) -> Iterator[Celery]:
     app = Celery("shop", broker=shop.broker, backend="redis://localhost/1", set_as_current=False)
     switch = {"task_annotations": ["celery_idem:annotation"]} if shop.plain else {}
-    app.conf.update(idempotency_store="redis://localhost/2", **switch)
+    app.conf.update(idempotency_store="redis://claims/0", **switch)
     app.conf.update(shop.conf)
     options = dict(shop.options) if shop.plain else {"base": IdempotentTask, **shop.options}
     if shop.policy is not None:
@@ -115,6 +115,8 @@ def test_nothing_is_found_in_a_sound_app(shop: Shop) -> None:
 # --- each rule, and the same app without its fault -------------------------------------------------------------------
 
 LATE = {"task_acks_late": True, "task_reject_on_worker_lost": True}
+ON_AMQP = {"broker_transport_options": CONFIRMED}
+SENTINEL = {"idempotency_store_options": {"master_name": "claims"}}
 TWICE = {"worker_deduplicate_successful_tasks": True}
 RETRIES = {"autoretry_for": (OSError,), "retry_kwargs": {"countdown": 9000}}
 PATTERNS = {"idempotency_tasks": ["shop.*", "mail.*"]}
@@ -174,7 +176,61 @@ RULES = [
         Shop({"result_expires": 600}, options={"ignore_result": True}),
         [Shop({"result_expires": None}), Shop({"result_expires": timedelta(days=1)})],
     ),
-    ("acked-early", "risk", Shop(plain=True), [Shop(LATE, plain=True), Shop(options={"acks_late": False})]),
+    (
+        "visibility-elsewhere",
+        "risk",
+        Shop({"visibility_timeout": 43_200}),
+        [
+            Shop({"visibility_timeout": 43_200, "broker_transport_options": {"visibility_timeout": 43_200}}),
+            Shop({"visibility_timeout": 43_200, "broker_transport_options": CONFIRMED}, broker=AMQP),
+        ],
+    ),
+    (
+        "misspelt-option",
+        "risk",
+        Shop({"broker_transport_options": {"visibilty_timeout": 43_200}}),
+        [Shop({"broker_transport_options": {"visibility_timeout": 43_200, "socket_timeout": 5, "my_own": 1}})],
+    ),
+    (
+        "store-on-the-broker",
+        "risk",
+        Shop({"idempotency_store": "redis://127.0.0.1/2"}),
+        [
+            Shop({"idempotency_store": "redis://localhost:6380/0"}),
+            Shop({"idempotency_store": "redis+socket:///run/claims.sock"}, broker="redis+socket:///run/redis.sock"),
+            Shop({"idempotency_store": "redis://localhost/2", **ON_AMQP}, broker=AMQP),
+        ],
+    ),
+    (
+        "store-on-the-broker",
+        "risk",
+        Shop(
+            {"idempotency_store": "redis+socket:///run/redis.sock?virtual_host=2"},
+            broker="redis+socket:///run/redis.sock",
+        ),
+        [
+            Shop(
+                {"idempotency_store": "sentinel://localhost:26379/0", **SENTINEL}, broker="sentinel://localhost:26379/0"
+            )
+        ],
+    ),
+    (
+        "always-eager",
+        "hint",
+        Shop({"task_always_eager": True}),
+        [Shop({"task_always_eager": True}, broker="memory://"), Shop()],
+    ),
+    ("pool-not-tested", "hint", Shop({"worker_pool": "eventlet"}), [Shop({"worker_pool": "gevent"})]),
+    ("acked-early", "risk", Shop(plain=True), [Shop(LATE, plain=True), Shop()]),
+    (
+        "acked-early",
+        "risk",
+        Shop({"task_annotations": {"shop.charge": {"acks_late": False}}}),
+        [Shop({"task_annotations": {"shop.charge": {"rate_limit": "1/s"}, "other": {"acks_late": False}}})],
+    ),
+    ("acked-early", "risk", Shop({"task_annotations": [{"*": {"acks_late": False}}]}), [Shop()]),
+    ("acked-early", "hint", Shop(options={"acks_late": False}), [Shop(options={"acks_late": True})]),
+    ("acked-early", "hint", Shop(LATE, {"acks_late": False}, plain=True), [Shop(LATE, plain=True)]),
     (
         "lost-with-child",
         "risk",
@@ -302,6 +358,8 @@ RULES = [
         Shop(policy=Policy(lease=10.0)),
         [Shop(policy=Policy(lease=11.0)), Shop({"idempotency_store_timeout": 1.0}, policy=Policy(lease=10.0))],
     ),
+    ("lease-long", "hint", Shop(policy=Policy(lease=7200)), [Shop(policy=Policy(lease=600))]),
+    ("waits-in-slot", "hint", Shop({"idempotency_wait_timeout": 60}), [Shop({"idempotency_wait_timeout": 5})]),
     (
         "forgotten-before-redelivery",
         "fault",
@@ -365,6 +423,12 @@ RULES = [
     ),
     ("beat-key-never-changes", "fault", Shop(beat(options={"idempotency_key": "nightly"})), [Shop(beat(options={}))]),
     (
+        "beat-unknown-task",
+        "hint",
+        Shop({"beat_schedule": {"gone": {"task": "shop.chrage", "schedule": 60.0}}}),
+        [Shop(beat()), Shop({"beat_schedule": {"own": {"task": "celery.backend_cleanup", "schedule": 60.0}}})],
+    ),
+    (
         "countdown-longer-than-visibility",
         "risk",
         Shop({**UNKEPT, **beat(options={"countdown": 4000})}),
@@ -410,6 +474,43 @@ def test_numbers_names_and_the_line_to_write() -> None:
     assert finding.tasks == ("shop.charge",)
     assert finding.found == "time limit 1 h 30 min, visibility timeout 30 min"
     assert finding.change == 'broker_transport_options["visibility_timeout"] = 5460'
+
+
+def test_a_longer_ttl_is_no_advice_that_turns_a_beat_task_into_replays() -> None:
+    def advice(every: float, policy: Policy, **entry: Any) -> list[str]:
+        shop = Shop(beat(schedule=every, **entry), policy=policy)
+        return [one.change for one in examined(shop) if one.rule == "forgotten-before-redelivery"]
+
+    slot = ["let the key name the slot (choose-a-key.md, on beat), and only then Policy(ttl=7200)"]
+    hourly = Policy(key=ORDER, ttl=3000)
+    assert advice(3600, hourly) == slot
+    assert advice(3600, Policy(key=lambda arguments: "eu", ttl=3000)) == slot
+    assert advice(7201, hourly) == ["Policy(ttl=7200)"]
+    assert advice(3600, Policy(ttl=3000)) == ["Policy(ttl=7200)"], "each message is an operation of its own"
+    assert advice(3600, hourly, kwargs={"amount": BeatLazyFunc(int)}) == ["Policy(ttl=7200)"]
+    assert advice(7201, Policy(key=lambda arguments: "eu", ttl=3000)) == [
+        "Policy(ttl=7200), unless the ttl is what lets the next slot run"
+    ]
+
+
+def test_one_ttl_is_proposed_that_outlasts_redelivery_and_retries() -> None:
+    found = examined(Shop(options=RETRIES, policy=Policy(key=ORDER, ttl=300)))
+    assert {one.rule: one.change for one in found} == {
+        "forgotten-before-redelivery": "Policy(ttl=18000)",
+        "forgotten-before-retry": "Policy(ttl=18000)",
+    }
+
+
+@pytest.mark.parametrize("driver", ["psycopg2", "psycopg"])
+def test_a_driver_that_is_not_installed_is_what_a_worker_does_not_start_with(
+    driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, driver, None)  # as if it were not there
+    (finding,) = examined(Shop({"idempotency_store": f"postgresql+{driver}://shop@db/claims"}))
+    assert (finding.rule, finding.severity) == ("refused", "fault")
+    assert "celery-idem[postgres]" in finding.found + finding.change
+    monkeypatch.undo()
+    assert examined(Shop({"idempotency_store": f"postgresql+{driver}://shop@db/claims"})) == []
 
 
 def test_tasks_with_the_same_finding_share_it() -> None:
@@ -472,6 +573,16 @@ def test_the_store_is_asked_only_on_demand(tmp_path: Path, monkeypatch: pytest.M
         assert "(store)\n  found   it may forget\n" in run(app, "--store").stdout
     with opened(Shop({"idempotency_store": "redis://localhost:1/0"})) as app:
         assert run(app, "--store", exit_code=1).stderr.startswith("Error: ")
+
+
+def test_what_two_urls_tell_is_not_told_again_where_the_store_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for url, rule in (("redis://localhost/2", "store-on-the-broker"), ("redis://claims/0", "store")):
+        with opened(Shop({"idempotency_store": url})) as app:
+            store = runtime_of(app).store
+            monkeypatch.setattr(type(store), "check", lambda self: [])
+            monkeypatch.setattr(type(store), "shares_memory_with", lambda self, broker: "one process: give it its own")
+            told = json.loads(run(app, "--store", "--json").stdout)
+        assert [one["rule"] for one in told["findings"]] == [rule]
 
 
 def test_the_mode_of_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
