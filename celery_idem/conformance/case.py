@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias
 
 Check: TypeAlias = Callable[[Any], None]
@@ -47,3 +48,23 @@ def expect(kept: object, otherwise: str) -> None:
     """``Breach`` with what the store did instead, unless it kept its word."""
     if not kept:
         raise Breach(otherwise)
+
+
+def expect_is(got: object, wanted: object, told: str, *, of: str = "") -> None:
+    """``Breach`` with what the store did instead, and what was wanted, unless the two are equal.
+
+    Args:
+        got: what came.
+        wanted: what should have come.
+        told: what the store did, in words.
+        of: the names of what is compared, where it is a tuple that ``told`` does not name.
+    """
+    kept = got is wanted if isinstance(wanted, Enum) else got == wanted
+    expect(kept, f"{told}; wanted: {f'{of} = ' if of else ''}{spelled(wanted)}")
+
+
+def spelled(value: object) -> str:
+    """A value as a text of a breach has it: the name of an answer, alone or in a tuple."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(spelled, value))})"
+    return str(value.value) if isinstance(value, Enum) else str(value)

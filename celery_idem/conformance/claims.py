@@ -18,7 +18,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from celery_idem.conformance.claim_cases import histories, rows, sharing, times, tokens, trouble, verbs  # noqa: F401
+from celery_idem.conformance.claim_cases import (  # noqa: F401
+    histories,
+    rows,
+    sharing,
+    times,
+    tokens,
+    trouble,
+    upkeep,
+    verbs,
+)
 from celery_idem.conformance.claim_cases.bench import CASES, Bench
 from celery_idem.conformance.claim_harness import HOOKS
 from celery_idem.conformance.suite import FAILED, NOT_RUN, PASSED, CaseResult, Suite, url_of

@@ -166,3 +166,9 @@ class TestTheCases:
         assert {case.rule for case in claims.CASES} == set(claims.RULES)
         names = [case.name for case in claims.CASES]
         assert len(names) == len(set(names))
+
+    def test_a_breach_tells_what_was_wanted(self) -> None:
+        (store,) = [broken for broken in BROKEN if broken.__name__ == "TakesInTwoSteps"]
+        (told,) = [result.told for result in check(store, [c for c in claims.CASES if c.name in store.caught_by])]
+        assert told.startswith("12 claims of a new key at once were answered")
+        assert told.endswith("; wanted: {'ACQUIRED': 1, 'HELD': 11}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-from celery_idem.conformance.case import Breach, Case, adding_to, expect
+from celery_idem.conformance.case import Breach, Case, adding_to, expect, expect_is
 from celery_idem.conformance.claim_harness import ClaimHarness
 from celery_idem.conformance.clock import Clock
 from celery_idem.core.codec import Encoded
@@ -125,7 +125,7 @@ class Bench:
         """Claim a key that must be free, and complete it."""
         claim = self.take(operation, lease=lease, ttl=ttl)
         ended = self.store.complete(claim, value or outcome())
-        expect(ended is Ended.COMPLETED, f"the completion of a live claim was answered {ended.value}")
+        expect_is(ended, Ended.COMPLETED, f"the completion of a live claim was answered {ended.value}")
         return claim
 
     # --- what is stored ----------------------------------------------------------------------------------------------
@@ -179,3 +179,8 @@ def every_verb(bench: Bench, store: Store, claim: Claim) -> Mapping[str, Callabl
 def close(one: float | None, other: float) -> bool:
     """Whether it is this time."""
     return one is not None and abs(one - other) <= EXACT
+
+
+def expect_close(at: float | None, wanted: float, told: str) -> None:
+    """``Breach`` with what the store said, and what was wanted, unless it is this time."""
+    expect(close(at, wanted), f"{told}; wanted: {wanted}")

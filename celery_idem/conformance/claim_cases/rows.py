@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from celery_idem.conformance.case import expect
-from celery_idem.conformance.claim_cases.bench import LEASE, Bench, case, close, outcome
+from celery_idem.conformance.case import expect, expect_is
+from celery_idem.conformance.claim_cases.bench import LEASE, Bench, case, expect_close, outcome
 from celery_idem.core.records import DAY, GRACE, Answer, Release, State, Successor
 
 STEP = 0.25
@@ -33,13 +33,18 @@ def a_key_nobody_used_is_acquired(bench: Bench) -> None:
     """A store whose first claim says or keeps something else than it was told."""
     mine = bench.op(fingerprint=bench.key("print"), scope=bench.key("tenant"), generation=2)
     claim = bench.answers(Answer.ACQUIRED, mine, "of a new key").claim
-    expect(claim is not None and (claim.attempts, claim.unknown, claim.right) == (1, False, False), f"it is {claim}")
+    expect_is(
+        claim and (claim.attempts, claim.unknown, claim.right),
+        (1, False, False),
+        f"it is {claim}",
+        of="attempts, unknown, right",
+    )
     record = bench.stored()
     told = (mine.token, "M", 2, mine.task, "shop", mine.scope, mine.fingerprint, "holder of M")
     message = (record.token, record.message_id, record.generation, record.task, record.namespace)
     kept = (*message, record.scope, record.fingerprint, record.holder)
     expect(kept == told, f"told {told}, the store keeps {kept}")
-    expect((record.state, record.attempts) == (State.CLAIMED, 1), f"the record is {record}")
+    expect_is((record.state, record.attempts), (State.CLAIMED, 1), f"the record is {record}", of="state, attempts")
 
 
 @case("R2", "clock")
@@ -48,7 +53,7 @@ def an_expired_record_is_as_good_as_none(bench: Bench) -> None:
     bench.store.release(bench.take(bench.op(generation=2)), Release.INTERRUPTED)
     bench.clock.advance(DAY)
     claim = bench.answers(Answer.ACQUIRED, bench.op(generation=0), "of an expired record").claim
-    expect(claim is not None and (claim.attempts, claim.unknown) == (1, False), f"it is {claim}")
+    expect_is(claim and (claim.attempts, claim.unknown), (1, False), f"it is {claim}", of="attempts, unknown")
     expect(not bench.stored().notes, f"notes of an expired record are still there: {bench.stored().notes}")
 
 
@@ -161,7 +166,7 @@ def a_live_lease_holds_against_everybody(bench: Bench) -> None:
     for operation in (bench.op(), bench.op(generation=4), bench.op(message="N"), bench.op(message="N", continues=True)):
         decision = bench.answers(Answer.HELD, operation, "of a held key")
         held_by = decision.held_by
-        expect(held_by and held_by[:2] == (claim.fence, "holder of M"), f"HELD names {held_by} as the holder")
+        expect_is(held_by and held_by[:2], (claim.fence, "holder of M"), f"HELD names {held_by} as the holder")
         bench.same(before, "a claim that was answered HELD")
 
 
@@ -179,10 +184,10 @@ def a_claim_proved_dead_is_reclaimed_at_once(bench: Bench) -> None:
     claim = bench.take()
     mine = bench.op(message="N")
     taken = bench.answers(Answer.RECLAIMED, mine, "of a dead holder's key", dead=claim.fence).claim
-    expect(taken is not None and (taken.attempts, taken.unknown) == (2, True), f"it is {taken}")
+    expect_is(taken and (taken.attempts, taken.unknown), (2, True), f"it is {taken}", of="attempts, unknown")
     record = bench.stored()
     kept = (record.token, record.message_id, record.holder)
-    expect(kept == (mine.token, "N", "holder of N"), f"the record is {record}")
+    expect_is(kept, (mine.token, "N", "holder of N"), f"the record is {record}", of="token, message_id, holder")
 
 
 @case("R7")
@@ -199,9 +204,16 @@ def attempts_are_counted_and_doubt_is_kept(bench: Bench) -> None:
     claim = bench.take()
     for attempts in (2, 3, 4):
         taken = bench.take(bench.op(message=f"m{attempts}"), dead=claim.fence)
-        expect((taken.attempts, taken.unknown) == (attempts, True), f"reclaim number {attempts - 1} is {taken}")
+        expect_is(
+            (taken.attempts, taken.unknown),
+            (attempts, True),
+            f"reclaim number {attempts - 1} is {taken}",
+            of="attempts, unknown",
+        )
         record = bench.stored()
-        expect((record.attempts, record.unknown) == (attempts, True), f"the record says {record}")
+        expect_is(
+            (record.attempts, record.unknown), (attempts, True), f"the record says {record}", of="attempts, unknown"
+        )
         claim = taken
 
 
@@ -248,9 +260,9 @@ def a_released_key_is_free(bench: Bench) -> None:
     """A store in which a key that was given back is still held, or still counts its attempts."""
     dead = bench.take()
     bench.store.release(bench.take(bench.op(message="N"), dead=dead.fence), Release.YIELDED)
-    expect(bench.stored().attempts == 0, f"a released record counts {bench.stored().attempts} attempts")
+    expect_is(bench.stored().attempts, 0, f"a released record counts {bench.stored().attempts} attempts")
     claim = bench.take(bench.op(message="P"))
-    expect(claim.attempts == 1, f"the first attempt after a release is number {claim.attempts}")
+    expect_is(claim.attempts, 1, f"the first attempt after a release is number {claim.attempts}")
 
 
 @case("R9")
@@ -260,7 +272,7 @@ def doubt_outlives_a_release(bench: Bench) -> None:
     for reason in (Release.YIELDED, Release.RETRY, Release.ENDED):
         mine = bench.op(message=reason.value)
         claim = bench.answers(Answer.RECLAIMED, mine, "of a key whose last run was interrupted").claim
-        expect(claim is not None and (claim.attempts, claim.unknown) == (1, True), f"it is {claim}")
+        expect_is(claim and (claim.attempts, claim.unknown), (1, True), f"it is {claim}", of="attempts, unknown")
         if claim is not None:
             bench.store.release(claim, reason, successor=Successor(1, 0) if reason is Release.RETRY else None)
 
@@ -294,7 +306,7 @@ def one_copy_continues_a_message_at_a_time(bench: Bench) -> None:
     before = bench.stored()
     decision = bench.answers(Answer.HELD, bench.op(continues=True), "while a copy continues the message")
     held_by = decision.held_by
-    expect(held_by and held_by[:2] == (completer.fence, "holder of M"), f"HELD names {held_by} as the holder")
+    expect_is(held_by and held_by[:2], (completer.fence, "holder of M"), f"HELD names {held_by} as the holder")
     bench.answers(Answer.HELD, bench.op(continues=True), "with proof of another's death", dead=completer.fence + 1)
     bench.same(before, "a claim that was answered HELD")
 
@@ -307,7 +319,7 @@ def held_names_the_holder_of_this_messages_right(bench: Bench) -> None:
     for message, right in rights.items():
         held_by = bench.answers(Answer.HELD, bench.op(message=message, continues=True), "of a held right").held_by
         named = held_by and held_by[:2]
-        expect(named == (right.fence, f"holder of {message}"), f"{named} is named as the holder of {message}")
+        expect_is(named, (right.fence, f"holder of {message}"), f"{named} is named as the holder of {message}")
 
 
 @case("R12")
@@ -318,9 +330,16 @@ def another_message_gets_a_right_of_its_own(bench: Bench) -> None:
     bench.right(mine)
     record = bench.stored()
     kept = (record.state, record.token, record.fence)
-    expect(kept == (State.COMPLETED, completer.token, completer.fence), f"a granted right made of the record {record}")
+    expect_is(
+        kept,
+        (State.COMPLETED, completer.token, completer.fence),
+        f"a granted right made of the record {record}",
+        of="state, token, fence",
+    )
     right = record.note("N").continuing
-    expect(right is not None and (right.token, right.holder) == (mine.token, "holder of N"), f"it is kept as {right}")
+    expect_is(
+        right and (right.token, right.holder), (mine.token, "holder of N"), f"it is kept as {right}", of="token, holder"
+    )
 
 
 @case("R12")
@@ -346,7 +365,7 @@ def a_right_outlives_its_record(bench: Bench) -> None:
     bench.right(bench.op(message="N", continues=True), ttl=10)
     bench.clock.advance(LEASE - STEP)
     expires_at = bench.stored().expires_at
-    expect(close(expires_at, bench.clock() + STEP), f"the right ends in {STEP} s, the record at {expires_at}")
+    expect_close(expires_at, bench.clock() + STEP, f"the right ends in {STEP} s, the record at {expires_at}")
 
 
 @case("order")
@@ -375,11 +394,11 @@ def any_message_id_has_a_note_of_its_own(bench: Bench) -> None:
         bench.store.note_parked(claim.key, message, 0, number + 1)
         bench.store.release(claim, Release.ENDED)
     record = bench.stored()
-    expect(record.holder == "høst:1 ☃", f"the holder høst:1 ☃ is kept as {record.holder}")
-    expect(set(record.notes) == set(messages), f"notes of {messages} are kept as those of {list(record.notes)}")
+    expect_is(record.holder, "høst:1 ☃", f"the holder høst:1 ☃ is kept as {record.holder}")
+    expect_is(set(record.notes), set(messages), f"notes of {messages} are kept as those of {list(record.notes)}")
     for number, message in enumerate(messages):
         parked = record.note(message).parked
-        expect(parked == (0, number + 1), f"the note of {message!r} says {parked}")
+        expect_is(parked, (0, number + 1), f"the note of {message!r} says {parked}")
         bench.answers(Answer.OVER, bench.op(message=message), f"of {message!r}, which ended,")
 
 
@@ -391,4 +410,4 @@ def an_answer_carries_the_callers_note(bench: Bench) -> None:
         bench.store.note_parked(claim.key, message, 1, count)
     record = bench.answers(Answer.HELD, bench.op(generation=1), "of a held key").record
     parked = record.note("M").parked if record else None
-    expect(parked == (1, 2), f"the caller's copies were parked (1, 2), the answer says {parked}")
+    expect_is(parked, (1, 2), f"the caller's copies were parked (1, 2), the answer says {parked}")

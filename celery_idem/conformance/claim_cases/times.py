@@ -6,8 +6,8 @@ import threading
 import time
 from unittest import mock
 
-from celery_idem.conformance.case import expect
-from celery_idem.conformance.claim_cases.bench import LEASE, TTL, Bench, case, close, outcome
+from celery_idem.conformance.case import expect, expect_is
+from celery_idem.conformance.claim_cases.bench import LEASE, TTL, Bench, case, close, expect_close, outcome
 from celery_idem.conformance.threads import PATIENCE
 from celery_idem.core.records import DAY, Answer, Ended, Release, Renewal
 
@@ -24,11 +24,11 @@ def a_claim_tells_the_stores_time(bench: Bench) -> None:
     """A store that dates a claim by the worker's clock."""
     bench.clock.advance(17.5)
     decision = bench.ask(bench.op())
-    expect(close(decision.now, bench.clock()), f"claimed at {bench.clock()}, the answer says {decision.now}")
+    expect_close(decision.now, bench.clock(), f"claimed at {bench.clock()}, the answer says {decision.now}")
     record = bench.stored()
-    expect(close(record.claimed_at, bench.clock()), f"claimed at {bench.clock()}, the record says {record.claimed_at}")
+    expect_close(record.claimed_at, bench.clock(), f"claimed at {bench.clock()}, the record says {record.claimed_at}")
     until = record.lease_expires_at
-    expect(close(until, bench.clock() + LEASE), f"claimed for {LEASE} s at {bench.clock()}, the lease ends at {until}")
+    expect_close(until, bench.clock() + LEASE, f"claimed for {LEASE} s at {bench.clock()}, the lease ends at {until}")
 
 
 @case("S1", "clock")
@@ -38,7 +38,7 @@ def an_end_tells_the_stores_time(bench: Bench) -> None:
     bench.clock.advance(7.5)
     bench.store.complete(claim, outcome())
     at = bench.stored().completed_at
-    expect(close(at, bench.clock()), f"completed at {bench.clock()}, the record says {at}")
+    expect_close(at, bench.clock(), f"completed at {bench.clock()}, the record says {at}")
 
 
 @case("S1", "clock")
@@ -58,7 +58,7 @@ def a_worker_whose_clock_is_wrong_steals_nothing(bench: Bench) -> None:
         with mock.patch.object(time, "time", lambda years=years: right() + CENTURY / 100 * years):
             bench.answers(Answer.HELD, bench.op(message="N"), f"by a worker whose clock is {years} years off")
             renewed = bench.store.renew([claim])[claim.token]
-            expect(renewed is Renewal.RENEWED, f"the renewal by such a worker was answered {renewed.value}")
+            expect_is(renewed, Renewal.RENEWED, f"the renewal by such a worker was answered {renewed.value}")
         bench.answers(Answer.HELD, bench.op(message="N"), "after such a worker renewed it")
 
 
@@ -74,9 +74,9 @@ def the_clock_is_read_when_the_record_is_held(bench: Bench) -> None:
         bench.clock.advance(5)
         time.sleep(HEAD_START)
     waiting.join(PATIENCE)
-    expect(said == [Ended.COMPLETED], f"a completion that waited for the record was answered {said}")
+    expect_is(said, [Ended.COMPLETED], f"a completion that waited for the record was answered {said}")
     at = bench.stored().completed_at
-    expect(close(at, bench.clock()), f"the record was free at {bench.clock()}, and it is said to be completed at {at}")
+    expect_close(at, bench.clock(), f"the record was free at {bench.clock()}, and it is said to be completed at {at}")
 
 
 # --- S2 ---------------------------------------------------------------------------------------------------------------
@@ -86,7 +86,10 @@ def the_clock_is_read_when_the_record_is_held(bench: Bench) -> None:
 def a_fence_is_the_stores_time_in_microseconds(bench: Bench) -> None:
     """A store that counts claims from one: after a failover that lost writes its fences are used again."""
     fence = bench.take().fence
-    expect(abs(fence - bench.clock() * 1_000_000) <= EXACTLY, f"claimed at {bench.clock()}, the fence is {fence}")
+    expect(
+        abs(fence - bench.clock() * 1_000_000) <= EXACTLY,
+        f"claimed at {bench.clock()}, the fence is {fence}, not in microseconds",
+    )
 
 
 EXACTLY = 2
@@ -101,7 +104,7 @@ def a_fence_grows_from_claim_to_claim(bench: Bench) -> None:
         claim = bench.take(bench.op(message=f"m{number}"))
         fences.append(claim.fence)
         bench.store.release(claim, Release.YIELDED)
-    expect(fences == sorted(set(fences)), f"the fences of claims in a row were {fences}")
+    expect(fences == sorted(set(fences)), f"the fences of claims in a row were {fences}; wanted: each above the last")
 
 
 @case("S2")
@@ -109,7 +112,9 @@ def a_fence_grows_from_the_dead_to_the_living(bench: Bench) -> None:
     """A store that gives a reclaimed key the fence of the holder it was taken from."""
     first = bench.take()
     second = bench.take(bench.op(message="N"), dead=first.fence)
-    expect(second.fence > first.fence, f"taken over from fence {first.fence}, the new one is {second.fence}")
+    expect(
+        second.fence > first.fence, f"taken over from fence {first.fence}, the new one is {second.fence}, not higher"
+    )
 
 
 @case("S2", "clock")
@@ -119,7 +124,10 @@ def a_fence_grows_though_the_clock_was_set_back(bench: Bench) -> None:
     bench.store.release(first, Release.YIELDED)
     bench.clock.advance(-5000)
     second = bench.take(bench.op(message="N"))
-    expect(second.fence > first.fence, f"with the clock set back, fence {first.fence} was followed by {second.fence}")
+    expect(
+        second.fence > first.fence,
+        f"with the clock set back, fence {first.fence} was followed by {second.fence}, not by a higher one",
+    )
 
 
 @case("S2", "clock")
@@ -130,7 +138,10 @@ def a_fence_grows_after_expiry(bench: Bench) -> None:
     first = bench.complete(bench.op(message="N"), lease=1, ttl=1)
     bench.clock.advance(5)
     second = bench.take(bench.op(message="P"))
-    expect(second.fence > first.fence, f"after expiry, fence {first.fence} was followed by {second.fence}")
+    expect(
+        second.fence > first.fence,
+        f"after expiry, fence {first.fence} was followed by {second.fence}, not by a higher one",
+    )
 
 
 @case("S2", "clock")
@@ -141,7 +152,10 @@ def a_fence_grows_after_purge(bench: Bench) -> None:
     bench.clock.advance(10)
     bench.store.purge(1_000_000)
     third = bench.take(bench.op(message="P"))
-    expect(third.fence > second.fence, f"after a purge, fence {second.fence} was followed by {third.fence}")
+    expect(
+        third.fence > second.fence,
+        f"after a purge, fence {second.fence} was followed by {third.fence}, not by a higher one",
+    )
 
 
 @case("S2")
@@ -151,7 +165,8 @@ def a_right_has_a_fence_above_its_records(bench: Bench) -> None:
     fences = [completer.fence]
     for _ in range(4):
         fences.append(bench.right(bench.op(continues=True), dead=fences[-1]).fence)
-    expect(fences == sorted(set(fences)), f"the fences of a completion and of rights after it were {fences}")
+    told = f"the fences of a completion and of rights after it were {fences}; wanted: each above the last"
+    expect(fences == sorted(set(fences)), told)
 
 
 # --- S5 ---------------------------------------------------------------------------------------------------------------
@@ -174,7 +189,7 @@ def a_claim_keeps_its_record_for_lease_and_ttl(bench: Bench) -> None:
     """A store that lets a record expire while its claim lives."""
     bench.take(ttl=1)
     expires_at = bench.stored().expires_at
-    expect(close(expires_at, bench.clock() + LEASE + 1), f"claimed at {bench.clock()}, it expires at {expires_at}")
+    expect_close(expires_at, bench.clock() + LEASE + 1, f"claimed at {bench.clock()}, it expires at {expires_at}")
 
 
 @case("S5")
@@ -186,7 +201,7 @@ def a_live_claim_is_never_purged(bench: Bench) -> None:
         bench.store.renew([claim])
         bench.store.purge(1_000_000)
         record = bench.other.get(claim.key)
-        expect(record is not None and record.fence == claim.fence, f"the record of a live claim became {record}")
+        expect_is(record and record.fence, claim.fence, f"the record of a live claim became {record}")
 
 
 @case("S5", "clock")
@@ -219,7 +234,7 @@ def under_ttl_zero_a_record_stays_a_day(bench: Bench) -> None:
     """A store that takes ttl 0 for "forget at once" or "keep for ever"."""
     bench.complete(ttl=0)
     expires_at = bench.stored().expires_at
-    expect(close(expires_at, bench.clock() + DAY), f"completed at {bench.clock()}, it expires at {expires_at}")
+    expect_close(expires_at, bench.clock() + DAY, f"completed at {bench.clock()}, it expires at {expires_at}")
 
 
 @case("S5", "clock")

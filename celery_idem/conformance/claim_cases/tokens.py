@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from celery_idem.conformance.case import expect
+from celery_idem.conformance.case import expect, expect_is
 from celery_idem.conformance.claim_cases.bench import Bench, case, every_verb, outcome
 from celery_idem.core.records import Answer, Claim, Ended, Release, Renewal, Successor
 
@@ -34,7 +34,7 @@ def an_old_token_completes_nothing(bench: Bench) -> None:
         for claim in taken_over(bench, how):
             before = bench.stored(how)
             ended = bench.store.complete(claim, outcome(b"old"))
-            expect(ended is Ended.LOST, f"of a key that another {how}, an old token's completion was {ended.value}")
+            expect_is(ended, Ended.LOST, f"of a key that another {how}, an old token's completion was {ended.value}")
             bench.same(before, "an old token's completion", how)
 
 
@@ -46,7 +46,7 @@ def an_old_token_releases_nothing(bench: Bench) -> None:
             before = bench.stored(how)
             for reason in Release:
                 ended = bench.store.release(claim, reason, successor=Successor(1, 5))
-                expect(ended is Ended.LOST, f"of a key that another {how}, an old token's release was {ended.value}")
+                expect_is(ended, Ended.LOST, f"of a key that another {how}, an old token's release was {ended.value}")
             bench.same(before, "an old token's release", how)
 
 
@@ -57,7 +57,7 @@ def an_old_token_renews_nothing(bench: Bench) -> None:
         for claim in taken_over(bench, how):
             before = bench.stored(how)
             renewed = bench.store.renew([claim])[claim.token]
-            expect(renewed is Renewal.LOST, f"of a key that another {how}, an old token's renewal was {renewed.value}")
+            expect_is(renewed, Renewal.LOST, f"of a key that another {how}, an old token's renewal was {renewed.value}")
             bench.same(before, "an old token's renewal", how)
 
 
@@ -67,9 +67,9 @@ def an_old_token_disturbs_nobody_in_its_batch(bench: Bench) -> None:
     old, _ = taken_over(bench, "claimed")
     others = [bench.take(bench.op(f"k{number}")) for number in range(5)]
     answers = bench.store.renew([*others[:3], old, *others[3:]])
-    expect(answers[old.token] is Renewal.LOST, f"the lost lease was answered {answers[old.token].value}")
+    expect_is(answers[old.token], Renewal.LOST, f"the lost lease was answered {answers[old.token].value}")
     wrong = [answers.get(claim.token) for claim in others if answers.get(claim.token) is not Renewal.RENEWED]
-    expect(not wrong, f"leases renewed together with a lost one were answered {wrong}")
+    expect(not wrong, f"leases renewed together with a lost one were answered {wrong}, not RENEWED")
 
 
 # --- S4 ---------------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def a_garbled_body_still_proves_completion(bench: Bench) -> None:
     for operation in (bench.op(), bench.op(message="N")):
         record = bench.answers(Answer.COMPLETED, operation, "of a completion whose body is garbled").record
         encoded = record.outcome.encoded if record and record.outcome else None
-        expect(encoded and encoded.body == b"garbled", f"the body is garbled, the answer has {encoded}")
+        expect_is(encoded and encoded.body, b"garbled", f"the body is garbled, the answer has {encoded}")
 
 
 @case("S4", "newer", "raw")
@@ -107,7 +107,7 @@ def a_newer_record_is_nobodys_claim(bench: Bench) -> None:
     claim = bench.take()
     bench.hook("newer")(claim.key)
     ended = (bench.store.complete(claim, outcome()), bench.store.release(claim, Release.ENDED))
-    expect(ended == (Ended.LOST, Ended.LOST), f"complete and release were answered {ended}")
+    expect_is(ended, (Ended.LOST, Ended.LOST), f"complete and release were answered {ended}")
     renewed = bench.store.renew([claim])[claim.token]
-    expect(renewed is Renewal.LOST, f"renew was answered {renewed.value}")
+    expect_is(renewed, Renewal.LOST, f"renew was answered {renewed.value}")
     expect(bench.store.forget(claim.key, claim.fence) is False, "forget says that it forgot it")

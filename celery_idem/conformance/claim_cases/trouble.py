@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from celery_idem.conformance.case import Breach, expect
+from celery_idem.conformance.case import Breach, expect, expect_is
 from celery_idem.conformance.claim_cases.bench import LEASE, TTL, Bench, case, every_verb, outcome
 from celery_idem.core.records import Answer, Ended, Release, Renewal, State, Successor
 from celery_idem.errors import RecordCorrupt, StoreUnavailable
@@ -52,7 +52,7 @@ def a_claim_whose_reply_was_lost_may_have_landed(bench: Bench) -> None:
     landed = bench.other.get(mine.key) is not None
     expect(lost.may_have_landed or not landed, "a claim that is stored is said not to have happened")
     claim = bench.answers(Answer.ACQUIRED, mine, "asked again after the reply was lost").claim
-    expect(claim is not None and claim.attempts == 1, f"asked again after the reply was lost, it is {claim}")
+    expect_is(claim and claim.attempts, 1, f"asked again after the reply was lost, it is {claim}")
 
 
 @case("S6", "lost_reply")
@@ -64,8 +64,8 @@ def a_completion_whose_reply_was_lost_may_be_repeated(bench: Bench) -> None:
     landed = bench.stored().state is State.COMPLETED
     expect(lost.may_have_landed or not landed, "a completion that is stored is said not to have happened")
     ended = bench.store.complete(claim, outcome())
-    expect(ended is Ended.COMPLETED, f"repeated after the reply was lost, the completion was answered {ended.value}")
-    expect(bench.stored().outcome == outcome(), f"the outcome became {bench.stored().outcome}")
+    expect_is(ended, Ended.COMPLETED, f"repeated after the reply was lost, the completion was answered {ended.value}")
+    expect_is(bench.stored().outcome, outcome(), f"the outcome became {bench.stored().outcome}")
 
 
 @case("S6", "lost_reply")
@@ -77,7 +77,7 @@ def a_release_whose_reply_was_lost_may_be_repeated(bench: Bench) -> None:
     landed = bench.stored().state is State.RELEASED
     expect(lost.may_have_landed or not landed, "a release that is stored is said not to have happened")
     ended = bench.store.release(claim, Release.RETRY, successor=after)
-    expect(ended is Ended.RELEASED, f"repeated after the reply was lost, the release was answered {ended.value}")
+    expect_is(ended, Ended.RELEASED, f"repeated after the reply was lost, the release was answered {ended.value}")
 
 
 @case("S6", "unreachable")
@@ -121,7 +121,7 @@ def a_locked_completion_is_replayed(bench: Bench) -> None:
     claim = bench.complete()
     with bench.hook("locked")(claim.key), within(bench.harness.timeout, "a replay of a locked record"):
         record = bench.answers(Answer.COMPLETED, bench.op(message="N"), "of a locked completion").record
-    expect(record is not None and record.outcome == outcome(), f"a locked completion is replayed as {record}")
+    expect_is(record and record.outcome, outcome(), f"a locked completion is replayed as {record}")
 
 
 @case("S6", "locked")
@@ -130,7 +130,7 @@ def a_locked_lease_is_busy_and_not_lost(bench: Bench) -> None:
     claim = bench.take()
     with bench.hook("locked")(claim.key), within(bench.harness.timeout, "a renewal of a locked record"):
         renewed = bench.store.renew([claim])[claim.token]
-    expect(renewed is Renewal.BUSY, f"a locked lease was answered {renewed.value}")
+    expect_is(renewed, Renewal.BUSY, f"a locked lease was answered {renewed.value}")
     expect(bench.store.renew([claim])[claim.token] is Renewal.RENEWED, "once free, it was not renewed")
 
 
@@ -149,7 +149,12 @@ def ending_a_locked_claim_ends_in_time(bench: Bench) -> None:
             unavailable(f"{name} of a locked record", partial(verb, hasty, claim))
         verb(bench.store, claim)
     kept = (bench.stored("complete").state, bench.stored("release").state, bench.stored("note_parked").note("M").parked)
-    expect(kept == (State.COMPLETED, State.RELEASED, (0, 1)), f"repeated once the records were free, they are {kept}")
+    expect_is(
+        kept,
+        (State.COMPLETED, State.RELEASED, (0, 1)),
+        f"repeated once the records were free, they are {kept}",
+        of="state, state, parked",
+    )
 
 
 # --- unreadable records -----------------------------------------------------------------------------------------------
@@ -205,7 +210,7 @@ def an_unreadable_record_hides_no_other(bench: Bench) -> None:
     healthy = claims["k3"]
     with suppress(RecordCorrupt):
         renewed = bench.other.renew([claims["k2"], healthy])[healthy.token]
-        expect(renewed is Renewal.RENEWED, f"renewed together with an unreadable one, a lease was {renewed.value}")
+        expect_is(renewed, Renewal.RENEWED, f"renewed together with an unreadable one, a lease was {renewed.value}")
 
 
 @case("S6", "garble")
