@@ -168,7 +168,7 @@ class Canvases:
         path = self.tasks.path("events")
         return sum(line.split()[0] == name for line in path.read_text().splitlines()) if path.exists() else 0
 
-    def told(self, name: str) -> list[str]:
+    def ids_told(self, name: str) -> list[str]:
         """Ids of the messages this event was told of, in order."""
         lines = self.tasks.path("events").read_text().splitlines()
         return [line.split()[1] for line in lines if line.split()[0] == name]
@@ -252,8 +252,8 @@ def test_a_worker_frozen_between_completion_and_publishing_publishes_late_under_
             wait_until(lambda: canvases.runs("down"), 20, "both of them")
             frozen.resume()
             wait_until(lambda: canvases.runs("plain")["plain step"] == 2, 40, "the links once more")
-            (step,) = set(canvases.told("NEW")) - {"M"}
-            wait_until(lambda: step in canvases.told("REPLAYED"), 30, "the idempotent link to replay")
+            (step,) = set(canvases.ids_told("NEW")) - {"M"}
+            wait_until(lambda: step in canvases.ids_told("REPLAYED"), 30, "the idempotent link to replay")
         assert canvases.runs() == Counter({"head 1": 1, "down step": 1, "plain step": 2})
     finally:
         canvases.tasks.close()
