@@ -19,7 +19,7 @@ def _unknown_task(facts: Facts) -> Iterator[Finding]:
     for name, entry in all_entries(facts):
         task = str(entry.get("task"))
         if task not in facts.app.tasks:
-            near = get_close_matches(task, facts.app.tasks, n=1)
+            near = get_close_matches(task, facts.app.tasks, n=1, cutoff=0.8)
             meant = f"is {near[0]!r} meant? " if near else ""
             yield Finding(
                 "hint",

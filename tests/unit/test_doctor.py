@@ -513,6 +513,12 @@ def test_a_driver_that_is_not_installed_is_what_a_worker_does_not_start_with(
     assert examined(Shop({"idempotency_store": f"postgresql+{driver}://shop@db/claims"})) == []
 
 
+@pytest.mark.parametrize(("named", "meant"), [("shop.chrage", True), ("shop.renamed", False)])
+def test_a_beat_task_that_is_only_misspelt_is_told_by_its_name(named: str, meant: bool) -> None:
+    (finding,) = examined(Shop({"beat_schedule": {"gone": {"task": named, "schedule": 60.0}}}))
+    assert finding.change.startswith("is 'shop.charge' meant? ") is meant
+
+
 def test_tasks_with_the_same_finding_share_it() -> None:
     with opened(Shop({"idempotency_lease": 5.0})) as app:
         for name in "abcd":
