@@ -218,7 +218,7 @@ def operation_of(
     depth = _depth(request, name)
     parked = read_parked(request.headers or {})
     generation = request.retries or 0
-    if not isinstance(generation, int) or not 0 <= generation < MOST:
+    if type(generation) is not int or not 0 <= generation < MOST:  # True would be kept as a word of its own
         raise ConfigurationError(
             f"{task.name}[{request.id}] says retries={generation!r:.80}: send it with a count of retries"
         )
@@ -255,7 +255,7 @@ def _depth(request: Any, name: str) -> int:
     others that are not known, only the depth is sure to be new.
     """
     nesting = request.replaced_task_nesting or 0
-    if not isinstance(nesting, int) or not 0 <= nesting < MOST:
+    if type(nesting) is not int or not 0 <= nesting < MOST:
         raise ConfigurationError(
             f"{name}[{request.id}] says replaced_task_nesting={nesting!r:.80}: send it with a count of replacements"
         )

@@ -299,6 +299,8 @@ class Engine:
         lease, ttl = self.policy.lease, self.policy.ttl
 
         def claim() -> Decision:
+            for late, outcome in self.heartbeat.waiting(operation.key):  # or this copy would run what has run here
+                self.store.complete(late, outcome)
             attempt.since = time.monotonic()
             return self.store.claim(operation, lease=lease, ttl=ttl, dead_fence=dead_fence)
 

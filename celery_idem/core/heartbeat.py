@@ -114,6 +114,14 @@ class Heartbeat:
         end, waits = partial(self._store.complete, claim, outcome), claim.operation.delivery.continues
         self._later(_Leftover(claim, end, time.monotonic() + claim.ttl, outcome, told=not waits))
 
+    def waiting(self, key: str) -> list[tuple[Claim, Outcome]]:
+        """The outcomes of this key that are still to be recorded."""
+        if not self._leftovers or self._pid != os.getpid():
+            return []
+        with self._mutex:
+            left = [left for left in self._leftovers if left.told and left.claim.key == key]
+        return [(each.claim, each.outcome) for each in left if each.outcome is not None]
+
     def told(self, token: str, *, published: bool) -> None:
         """What became of the links of a message whose outcome is still to be recorded."""
         if not self._leftovers or self._pid != os.getpid():

@@ -74,7 +74,8 @@ def _text_or_callable(value: Any) -> str | None:
 
 
 def _options(value: Any) -> str | None:
-    return None if isinstance(value, Mapping) else "must be a mapping of client options"
+    good = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    return None if good else "must be a mapping of client options by name"
 
 
 def _names(value: Any) -> str | None:

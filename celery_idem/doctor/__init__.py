@@ -29,6 +29,9 @@ def examine(app: Celery) -> list[Finding]:
     out. Changes nothing and asks nobody.
     """
     app.loader.import_default_modules()
+    wrong = list(settings.unreadable(app.conf))
+    if wrong:
+        return wrong
     runtime = runtime_of(app)
     try:
         if runtime.mode == "off":

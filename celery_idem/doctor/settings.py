@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from difflib import get_close_matches
+from typing import Any
 
 from celery_idem.app import Runtime, given_settings
 from celery_idem.cli_text import duration, one_line
@@ -13,6 +15,29 @@ from celery_idem.doctor.finding import Finding
 from celery_idem.errors import ConfigurationError
 
 Rule = Callable[[Facts], Iterable[Finding]]
+
+
+_NUMBER = (int, float, type(None))
+_READ = {
+    "accept_content": (list, tuple, set, frozenset),
+    "beat_schedule": (Mapping,),
+    "broker_transport_options": (Mapping,),
+    "result_backend_transport_options": (Mapping,),
+    "result_expires": (*_NUMBER, timedelta),
+    "task_soft_time_limit": _NUMBER,
+    "task_time_limit": _NUMBER,
+}
+"""Celery's settings that the rules count with, and what they may be."""
+
+
+def unreadable(conf: Any) -> Iterator[Finding]:
+    """Celery's own settings that are not what Celery takes."""
+    for name, kinds in _READ.items():
+        value = conf.get(name)
+        if not isinstance(value, kinds):
+            known = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+            why = "Celery fails where it needs it, and nothing else can be said of this configuration."
+            yield Finding("fault", "unreadable", name, f"{value!r:.80}", why, f"{name} = …, a value of type {known}")
 
 
 def refused(error: ConfigurationError) -> Finding:

@@ -282,3 +282,17 @@ def test_an_odd_row_costs_no_other_lease_its_renewal_and_leaves_no_transaction_o
     assert {claim.key for claim in claims} <= set(found)
     others.dispose()
     store.close()
+
+
+@postgres
+@pytest.mark.parametrize(("options", "looks"), [({}, 1), ({"pool_pre_ping": True}, 6), ({"pool_recycle": 3600}, 6)])
+def test_a_pool_that_is_to_look_at_its_connections_does(postgres_url: str, options: Any, looks: int) -> None:
+    """Else a connection at hand is taken, of which the pool knows nothing for as long as there is work."""
+    store = SQLStore(postgres_url, **options)
+    store.create_schema()
+    taken = []
+    sa.event.listen(store._database.engine(), "checkout", lambda *_: taken.append(1))
+    for _ in range(6):
+        store.get(new_key())
+    assert len(taken) == looks
+    store.close()

@@ -123,6 +123,11 @@ PATTERNS = {"idempotency_tasks": ["shop.*", "mail.*"]}
 
 RULES = [
     # rule, severity, an app with the fault, sound ones that are like it
+    ("unreadable", "fault", Shop({"beat_schedule": 5}), [Shop({"beat_schedule": {}})]),
+    ("unreadable", "fault", Shop({"task_time_limit": "x"}), [Shop({"task_time_limit": 1800.0})]),
+    ("unreadable", "fault", Shop({"result_expires": "x"}), [Shop({"result_expires": timedelta(days=1)})]),
+    ("unreadable", "fault", Shop({"accept_content": 5}), [Shop({"accept_content": ["json"]})]),
+    ("refused", "fault", Shop({"idempotency_store_options": {1: 2}}), [Shop({"idempotency_store_options": {}})]),
     ("refused", "fault", Shop({"idempotency_leese": 3}), [Shop({"idempotency_lease": 30})]),
     ("refused", "fault", Shop({"idempotency_store": None}), [Shop()]),
     ("refused", "fault", Shop(policy=Policy(key=["order"])), [Shop(policy=Policy(key=["order_id"]))]),

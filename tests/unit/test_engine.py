@@ -553,6 +553,18 @@ def test_a_lease_is_renewed_from_when_it_was_asked_for(bench: Any) -> None:
     assert b.engine.run(op(), body).value < 0.05
 
 
+def test_a_copy_of_the_same_process_waits_for_no_heartbeat_to_learn_what_it_did(bench: Any) -> None:
+    """The store is back: whoever knows the outcome says it before anybody here asks for the key."""
+    store = Silent(MemoryStore())
+    b = bench(Policy(lease=0.2, wait_timeout=0), store=store)
+    store.fail("complete", *down_always())
+    b.engine.run(op(), b.body())
+    time.sleep(0.25)
+    store.failing.clear()
+    assert b.engine.run(op(message="N"), b.body("other")).value == "done"
+    assert b.runs == 1
+
+
 class StallsOnce(MemoryStore):
     """Its first completion takes longer than the lease and fails; another message has its say meanwhile."""
 

@@ -735,7 +735,7 @@ def test_a_copy_that_will_be_dropped_does_not_wait_for_it(make_shop: Any, monkey
     assert shop.terminal() == ["OVER"]
 
 
-@pytest.mark.parametrize("retries", [-1, 2**31, 10**17, "1", 1.5])
+@pytest.mark.parametrize("retries", [-1, 2**31, 10**17, "1", 1.5, True])
 def test_a_garbage_count_of_retries_fails_the_message_and_leaves_the_key_alone(shop: Shop, retries: Any) -> None:
     charge = charge_task(shop)
     delivered = shop.deliver(shop.send(charge, 1), retries=retries)
@@ -743,7 +743,7 @@ def test_a_garbage_count_of_retries_fails_the_message_and_leaves_the_key_alone(s
     assert list(shop.store.find()) == []
 
 
-@pytest.mark.parametrize("nesting", [-1, 2**31, "1", 1.5, [1]])
+@pytest.mark.parametrize("nesting", [-1, 2**31, "1", 1.5, [1], True])
 def test_a_garbage_count_of_replacements_fails_the_message_and_leaves_the_key_alone(shop: Shop, nesting: Any) -> None:
     charge = charge_task(shop)
     delivered = shop.deliver(shop.send(charge, 1), replaced_task_nesting=nesting)

@@ -285,8 +285,10 @@ def _packed(commands: Sequence[Command]) -> bytes:
                 said = word.encode()
             elif isinstance(word, bytes):
                 said = word
-            else:
+            elif type(word) in {int, float}:
                 said = repr(word).encode()
+            else:
+                raise TypeError(f"{word!r:.40} is no word of a command")
             parts.append(b"$%d\r\n%b\r\n" % (len(said), said))
     return b"".join(parts)
 

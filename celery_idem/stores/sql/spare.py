@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from sqlalchemy.engine import Engine
 from sqlalchemy.pool import PoolProxiedConnection, QueuePool
@@ -23,8 +24,10 @@ class Spare:
     """What one process's verbs on one engine used last."""
 
     def __init__(self, engine: Engine) -> None:
-        # Other pools are there so that a connection is closed, or shared, after each use.
-        self._keeps = type(engine.pool) is QueuePool
+        # Other pools are there so that a connection is closed, or shared, after each use; and with ``pool_recycle`` or
+        # ``pool_pre_ping`` it is to be looked at whenever it is taken out.
+        pool: Any = engine.pool
+        self._keeps = type(pool) is QueuePool and pool._recycle < 0 and not pool._pre_ping  # noqa: SLF001
         self._idle: list[tuple[PoolProxiedConnection, float]] = []
         self._asking = 0
         self._mutex = real_lock()
