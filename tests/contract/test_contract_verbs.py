@@ -560,14 +560,3 @@ def test_setup_a_closed_store_opens_again(store: Store) -> None:
     store.close()
     store.close()
     assert answer(store, op()) is Answer.COMPLETED
-
-
-@on("redis")
-def test_an_answer_says_whether_it_hides_notes_of_other_messages(store: Store) -> None:
-    complete(store)
-    alone = store.claim(op(message="N"), lease=LEASE, ttl=TTL).record
-    store.note_parked(key_for("order:1"), "M", 0, 1)
-    beside = store.claim(op(message="N"), lease=LEASE, ttl=TTL).record
-    assert alone is not None
-    assert beside is not None
-    assert (alone.others, beside.others) == (False, True)

@@ -403,3 +403,13 @@ def test_the_record_is_readable_by_eye(store: RedisStore, client: redis.Redis) -
     assert found[b"state"] == b"CLAIMED"
     assert found[b"fence"] == str(claim.fence).encode()
     assert found[b"m:M"].startswith(b'{"over":1,"parked":[2,1],"at":')
+
+
+def test_an_answer_says_whether_it_hides_notes_of_other_messages(store: RedisStore) -> None:
+    store.complete(take(store), result())
+    alone = store.claim(op(message="N"), lease=LEASE, ttl=TTL).record
+    store.note_parked(key_for("order:1"), "M", 0, 1)
+    beside = store.claim(op(message="N"), lease=LEASE, ttl=TTL).record
+    assert alone is not None
+    assert beside is not None
+    assert (alone.others, beside.others) == (False, True)

@@ -104,7 +104,8 @@ class Mixed:
 
     def seen(self) -> list[dict[str, Any]]:
         """Everything the application's own observers wrote."""
-        return [json.loads(line) for line in self.tasks.path("seen").read_text().splitlines()]
+        whole, _, _ = self.tasks.path("seen").read_text().rpartition("\n")  # the last line may be half written
+        return [json.loads(line) for line in whole.splitlines()]
 
     @property
     def idem_events(self) -> list[dict[str, Any]]:

@@ -232,7 +232,8 @@ def test_a_new_broker_connection_is_kept_too_and_nothing_of_the_old_one_stays(
                 proxy.cut()
                 so_far = len(counts)
                 wait_until(lambda n=so_far: one.log.count("Connected to") > n, 40, "the new connection")
-        assert counts[2] == counts[1], counts
+        # gevent's own pool of threads comes and goes; what stays behind would be more each time.
+        assert all(last <= max(before) for last, *before in zip(counts[2], *counts[:2], strict=True)), counts
 
 
 # --- every way to a Redis broker, and the cost ----------------------------------------------------

@@ -58,6 +58,7 @@ class Ledger:
         """
         deadline = time.monotonic() + self._database.timeout
         made = fresh = False
+        busy: Exception | None = None
         while True:
             attempt = _Attempt(work, self._clock, writes=writes)
             try:
@@ -65,6 +66,7 @@ class Ledger:
                     call.deadline = deadline
                     result: T = attempt.run(call)
             except (Again, Locked) as error:
+                busy = error
                 if time.monotonic() > deadline:
                     raise self._busy() from error
                 time.sleep(random.uniform(0.001, 0.02))  # noqa: S311
@@ -78,6 +80,8 @@ class Ledger:
                 self.create_schema()
             except StoreUnavailable as error:
                 doubt = attempt.committing and writes
+                if busy is not None and not doubt and time.monotonic() > deadline:
+                    raise self._busy() from busy  # its time was over before it could ask once more
                 if doubt or fresh or time.monotonic() > deadline:
                     raise StoreUnavailable(_in_our_words(error), may_have_landed=doubt) from error
                 fresh = True  # a pooled connection may have been dead for long
