@@ -24,7 +24,7 @@ from tests.docs.pages import ROOT, Block, Page
 from tests.support.processes import Process, remove_dir, scratch_dir, wait_until
 
 DEADLINE = 180.0
-"""Seconds one block may take: what a broker in a file loses when a child is killed, the sweep brings back in two minutes."""
+"""Seconds one block may take: what a broker in a file loses with a killed child, the sweep brings back."""
 
 _REDIS = re.compile(r"redis://localhost(?::6379)?/(\d+)")
 _POSTGRES = re.compile(r"postgresql(\+\w+)?://\w+@localhost/\w+")
