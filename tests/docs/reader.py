@@ -23,7 +23,7 @@ from typing import IO, Any
 from tests.docs.pages import ROOT, Block, Page
 from tests.support.processes import Process, remove_dir, scratch_dir, wait_until
 
-DEADLINE = 180.0
+DEADLINE = 300.0
 """Seconds one block may take: what a broker in a file loses with a killed child, the sweep brings back."""
 
 _REDIS = re.compile(r"redis://localhost(?::6379)?/(\d+)")
