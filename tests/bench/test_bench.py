@@ -11,6 +11,7 @@ import pytest
 
 from celery_idem.stores.base import open_store
 from tests.bench import drain, growth, page, plot, profile, rivals
+from tests.campaigns.report import table
 from tests.support.services import PostgresServer, RedisServer
 
 PAGE = "<!-- {0}: written by make bench -->\n\n<!-- {0}: end -->\n"
@@ -32,6 +33,31 @@ def test_a_queue_is_drained_by_each_in_turn(
     assert all(run.main > 0 and run.wall > 0 for contestant in made for run in contestant.done)
     assert rows[0][2] == 1.0
     assert text.count("\n") == 1 + len(names)
+
+
+@pytest.mark.redis
+@pytest.mark.postgres
+def test_another_library_that_leaves_its_queue_standing_ends_no_bench_and_one_of_ours_does(
+    redis_server: RedisServer, postgres_server: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "WITHIN", 3.0)
+    monkeypatch.setattr(drain, "ROUNDS", 1)
+    names = ("bare, late acks", "celery_idem, redis")
+    scene = drain.Scene("standing", "threads", 2, 0.0, 10)
+    with drain.contestants(drain.Servers(redis_server, postgres_server, tmp_path), names, "threads", 2) as made:
+        made[1].worker.pause()
+        with pytest.raises(drain.Stalled, match="celery_idem, redis"):
+            drain.measure(made, scene, 10, 0.0)
+        for contestant in made:
+            contestant.done.clear()
+        made[1].name = "another"
+        drain.measure(made, scene, 10, 0.0)
+        rows = drain.rows_of(made)
+        made[1].worker.resume()
+    assert rows[1] == ["another", *["stalled"] * 8]
+    assert drain.judged(scene, rows) == []
+    text = f"**{scene.title}**\n\n1 rounds of 10 messages:\n\n{table(drain.HEADER, rows)}"
+    assert "another" not in plot.shares(text)
 
 
 def test_keys_repeat_as_often_as_they_should() -> None:
