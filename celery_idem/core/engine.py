@@ -16,14 +16,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from celery_idem.core import holder
-from celery_idem.core.codec import (
-    Encoded,
-    Undecodable,
-    decode_exception,
-    decode_value,
-    encode_exception,
-    encode_value,
-)
+from celery_idem.core.codec import Encoded, encode_exception, encode_value
 from celery_idem.core.context import RunContext
 from celery_idem.core.effects import Effects
 from celery_idem.core.events import Emitter, EventName
@@ -38,18 +31,17 @@ from celery_idem.core.records import (
     Kind,
     Operation,
     Outcome,
-    Record,
     Release,
     Renewal,
     RunResult,
     Status,
     Successor,
 )
+from celery_idem.core.replay import replayed
 from celery_idem.core.run import Body, Ending, Run, call
 from celery_idem.errors import (
     ConfigurationError,
     RecordCorrupt,
-    ResultUnavailable,
     StoreError,
     StoreUnavailable,
 )
@@ -353,38 +345,14 @@ class Engine:
         record, claim = decision.record, decision.claim
         if record is None or record.outcome is None:
             raise RecordCorrupt(f"record {operation.key} is completed without an outcome: forget the key")
-        outcome = record.outcome
-        value, error = None, None
-        try:
-            if outcome.kind is Kind.FAILURE:
-                error = _unavailable(operation) if outcome.encoded is None else self._failure(outcome.encoded)
-            elif outcome.kind is Kind.RESULT:
-                if outcome.encoded is None:
-                    error = _unavailable(operation)
-                else:
-                    value = decode_value(outcome.encoded, self._accept)
-                    value = self._hooked(value, record)
-        except Undecodable as corrupt:
-            self.emit(EventName.CORRUPT_RECORD, operation, error=str(corrupt))
-            error = _unavailable(operation)
+        value, error = replayed(operation, record, record.outcome, self.policy, self._accept, self.emit)
         if claim is not None:
             self.heartbeat.add(claim, lambda: None)
         elif not local:
             self.cache.put(record, decision.now)
-        self.emit(EventName.REPLAYED, operation, outcome=outcome.kind.value, fence=record.fence, local=local or None)
+        kind = record.outcome.kind.value
+        self.emit(EventName.REPLAYED, operation, outcome=kind, fence=record.fence, local=local or None)
         return RunResult(Status.REPLAYED, value, decision, claim, error)
-
-    def _hooked(self, value: Any, record: Record) -> Any:
-        if self.policy.on_replay is None:
-            return value
-        try:
-            return self.policy.on_replay(value, record)
-        except Exception:  # the first run succeeded, so its duplicates must not fail
-            logger.exception("idempotency_on_replay raised; the stored value is replayed as it is")
-            return value
-
-    def _failure(self, encoded: Encoded) -> BaseException:
-        return decode_exception(encoded, self._accept)
 
     def _unprotected(self, operation: Operation, body: Body, decision: Decision | None = None) -> RunResult:
         context = RunContext(operation.key, token=operation.token, effects=Effects(lambda: self))
@@ -461,15 +429,6 @@ class Engine:
         if ended is not Ended.COMPLETED or not claim.operation.delivery.continues:
             self.heartbeat.discard(claim)
         return ended
-
-
-def _unavailable(operation: Operation) -> ResultUnavailable:
-    return ResultUnavailable(
-        f"the first run of {operation.task or 'this operation'} happened, but its value was not kept "
-        f"(key {operation.key}): return something the serializer can say and idempotency_result_max_bytes allows; its "
-        "event ENCODE_FAILED or CORRUPT_RECORD says what was wrong",
-        key=operation.key,
-    )
 
 
 def _answer_of(result: RunResult) -> str | None:

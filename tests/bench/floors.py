@@ -2,15 +2,18 @@
 
 One run of the store is recorded as the server gets it. The floor sends the same scripts with the same arguments through
 a bare redis-py client, and the same SQL with the same parameters through a bare cursor in autocommit mode, for a fresh
-key and token each time. The floor of the store in memory is a dictionary and a lock.
+key and token each time. The floor of the store in memory is a dictionary and a lock. ``asked_around`` puts the two
+calls of a first run around a body: such a bare task is the least a library can cost that asks a store.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
@@ -19,6 +22,7 @@ import redis
 
 from celery_idem.core.engine import new_token
 from celery_idem.core.records import Claim
+from celery_idem.stores.base import open_store
 from celery_idem.stores.redis.scripts import script
 from celery_idem.stores.sql.call import Call
 from tests.bench.steps import store_first
@@ -53,6 +57,36 @@ class Floor:
 
     def close(self) -> None:
         """Give the connection back."""
+
+
+class InHalves(Protocol):
+    """A floor whose first run is two calls, with room for a body between them."""
+
+    def claim(self, key: str, token: str) -> Any:
+        """Claim; what it returns is for ``complete``."""
+
+    def complete(self, held: Any) -> None:
+        """Complete."""
+
+
+def asked_around(url: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a task's body: the store's two calls around it, by the bare driver; its first argument is the key."""
+    mine, one_records = threading.local(), threading.Lock()
+
+    def decorated(body: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(body)
+        def asking(number: int, *args: Any) -> Any:
+            if not hasattr(mine, "floor"):
+                with one_records, contextlib.closing(open_store(url)) as store:
+                    mine.floor = floor_of(url, store)
+            held = mine.floor.claim(key_for(f"asked {number}"), new_token())
+            value = body(number, *args)
+            mine.floor.complete(held)
+            return value
+
+        return asking
+
+    return decorated
 
 
 class RawMemory(Floor):
@@ -93,11 +127,19 @@ class RawRedis(Floor):
         assert self._claim == script("claim")
 
     def first(self, key: str, token: str) -> None:
-        name = self._prefix + key
-        fence = self._client.evalsha(self._claim.sha, 1, name, *_with(self._claim_args, key, token))[3]
+        self.complete(self.claim(key, token))
+
+    def claim(self, key: str, token: str) -> Any:
+        """See ``InHalves``."""
+        reply = self._client.evalsha(self._claim.sha, 1, self._prefix + key, *_with(self._claim_args, key, token))
+        return key, token, reply[3]
+
+    def complete(self, held: Any) -> None:
+        """See ``InHalves``."""
+        key, token, fence = held
         args = _with(self._complete_args, key, token)
         args[7] = fence
-        assert self._client.evalsha(self._complete.sha, 1, name, *args) == b"COMPLETED"
+        assert self._client.evalsha(self._complete.sha, 1, self._prefix + key, *args) == b"COMPLETED"
 
     def replay(self, key: str, token: str) -> None:
         reply = self._client.evalsha(self._claim.sha, 1, self._prefix + key, *_with(self._claim_args, key, token))
@@ -150,8 +192,16 @@ class RawPostgres(Floor):
         return row
 
     def first(self, key: str, token: str) -> None:
+        self.complete(self.claim(key, token))
+
+    def claim(self, key: str, token: str) -> Any:
+        """See ``InHalves``."""
         row = self._claimed(key, token)  # of a row it inserted the statement answers the clock, which is its rev
-        rev = int(row[-2] * 1_000_000)
+        return key, token, int(row[-2] * 1_000_000)
+
+    def complete(self, held: Any) -> None:
+        """See ``InHalves``."""
+        key, token, rev = held
         self._cursor.execute(self._end, {**self._end_params, "key": key, "seen_rev": rev, "seen_token": token})
         assert len(self._cursor.fetchall()) == 1
 

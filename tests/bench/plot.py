@@ -8,8 +8,6 @@ from html import escape
 BAR, GAP, LEFT, WIDE, TOP = 18, 6, 210, 420, 34
 COLOURS = {"bare": "#8a8f98", "celery_idem": "#2f7ed8", "": "#d98a2b"}
 """By how a name begins; the last is everybody else's."""
-STALLED = "stalled"
-"""In place of every number of who left a queue standing."""
 
 
 def shares(printed: str) -> str:
@@ -26,7 +24,7 @@ def _rows(lines: str) -> list[tuple[str, float]]:
     if "of bare" not in cells[0]:
         return []
     column = cells[0].index("of bare")
-    return [(row[0], float(row[column])) for row in cells[2:] if row[column] != STALLED]
+    return [(row[0], float(row[column])) for row in cells[2:] if row[column][:1].isdigit()]
 
 
 def bars(title: str, groups: list[tuple[str, list[tuple[str, float]]]]) -> str:

@@ -1,5 +1,6 @@
 """Who takes part in the drain: each contestant's task as its own documentation has one write it.
 
+*Bare + two calls* is a bare task that sends what our stores send, and looks at no answer: the least that asking costs.
 The others are dependencies of the extra ``bench`` alone; what is not installed does not take part.
 """
 
@@ -31,6 +32,10 @@ app.conf.ONCE = {"backend": "celery_once.backends.Redis", "settings": {"url": "S
 
 def _task(options: str = "", imports: str = "", decorator: str = "") -> str:
     return _TASK.replace("IMPORTS", imports).replace("OPTIONS", options).replace("DECORATOR", decorator)
+
+
+def _asks() -> str:
+    return _task(_LATE, "from tests.bench.floors import asked_around", '@asked_around("STORE")\n')
 
 
 def _idemkit(backend: str) -> str:
@@ -78,6 +83,8 @@ def _ours(store: str) -> Entry:
 ENTRIES = {
     "bare, default acks": Entry(_task()),
     "bare, late acks": Entry(_task(_LATE)),
+    "bare + two calls, redis": Entry(_asks(), "redis", prepare=_prepare_ours),
+    "bare + two calls, postgresql": Entry(_asks(), "postgresql", prepare=_prepare_ours),
     "celery_idem, redis": _ours("redis"),
     "celery_idem, postgresql": _ours("postgresql"),
     "celery_idem, sqlite": _ours("sqlite"),
@@ -100,6 +107,8 @@ ENTRIES = {
     ),
 }
 OURS = tuple(name for name, entry in ENTRIES.items() if not entry.needs)
+LEAST = {f"celery_idem, {store}": f"bare + two calls, {store}" for store in ("redis", "postgresql")}
+"""Ours, and a bare task that asks the same store as often."""
 COMPARABLE = (
     ("celery_idem, redis", "idemkit, redis"),
     ("celery_idem, postgresql", "idemkit, postgresql"),

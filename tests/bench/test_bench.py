@@ -23,7 +23,7 @@ def test_a_queue_is_drained_by_each_in_turn(
     redis_server: RedisServer, postgres_server: PostgresServer, tmp_path: Path
 ) -> None:
     servers = drain.Servers(redis_server, postgres_server, tmp_path)
-    names = ("bare, late acks", "celery_idem, redis")
+    names = ("bare, late acks", "bare + two calls, postgresql", "celery_idem, redis")
     with drain.contestants(servers, names, "threads", 2) as made:
         for contestant in made:
             contestant.done.append(contestant.run(20, 0.0))
@@ -32,7 +32,7 @@ def test_a_queue_is_drained_by_each_in_turn(
     assert [row[0] for row in rows] == list(names)
     assert all(run.main > 0 and run.wall > 0 for contestant in made for run in contestant.done)
     assert rows[0][2] == 1.0
-    assert text.count("\n") == 1 + len(names)
+    assert text.count("\n") == len(names), "bare + two calls knows no duplicates"
 
 
 @pytest.mark.redis
@@ -46,7 +46,7 @@ def test_another_library_that_leaves_its_queue_standing_ends_no_bench_and_one_of
     scene = drain.Scene("standing", "threads", 2, 0.0, 10)
     with drain.contestants(drain.Servers(redis_server, postgres_server, tmp_path), names, "threads", 2) as made:
         made[1].worker.pause()
-        with pytest.raises(drain.Stalled, match="celery_idem, redis"):
+        with pytest.raises(drain.Out, match="celery_idem, redis"):
             drain.measure(made, scene, 10, 0.0)
         for contestant in made:
             contestant.done.clear()
@@ -55,9 +55,22 @@ def test_another_library_that_leaves_its_queue_standing_ends_no_bench_and_one_of
         rows = drain.rows_of(made)
         made[1].worker.resume()
     assert rows[1] == ["another", *["stalled"] * 8]
-    assert drain.judged(scene, rows) == []
+    assert drain.judged(scene, rows) == ([], [])
     text = f"**{scene.title}**\n\n1 rounds of 10 messages:\n\n{table(drain.HEADER, rows)}"
     assert "another" not in plot.shares(text)
+
+
+@pytest.mark.redis
+@pytest.mark.postgres
+def test_a_queue_whose_tasks_fail_does_not_count_as_drained(
+    redis_server: RedisServer, postgres_server: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = rivals.Entry("@app.task(name='task')\ndef task(number, seconds):\n    return 1 / (number % 2)\n")
+    monkeypatch.setitem(rivals.ENTRIES, "fails", failing)
+    servers = drain.Servers(redis_server, postgres_server, tmp_path)
+    with drain.contestants(servers, ("fails",), "threads", 2) as made:
+        assert drain.counted(made[0], 10, 0.0) is None
+        assert made[0].out == "failed"
 
 
 def test_keys_repeat_as_often_as_they_should() -> None:
@@ -68,13 +81,18 @@ def test_keys_repeat_as_often_as_they_should() -> None:
 
 
 def test_who_is_behind_breaks_a_promise() -> None:
-    shares = (1, 1, 0.9, 0.9, 0.5, 0.95, 1, 0, 0)
+    shares = (1, 1, 1, 0.8, 0.9, 0.5, 0.5, 0.95, 1, 0, 0)
     rows = [[name, "1", share, share] for name, share in zip(rivals.ENTRIES, shares, strict=True)]
-    broken = drain.judged(drain.SCENES[1], rows)
+    broken, beyond = drain.judged(drain.SCENES[1], rows)
     assert broken == [
         "prefork, 2 processes, 5 ms body: celery_idem, redis drains at 0.90 of bare Celery, not 0.95",
         "prefork, 2 processes, 5 ms body: celery_idem, redis (0.90) is behind idemkit, redis (0.95)",
-        "prefork, 2 processes, 5 ms body: celery_idem, postgresql (0.90) is behind idemkit, postgresql (1.00)",
+        "prefork, 2 processes, 5 ms body: celery_idem, postgresql drains at 0.50, its two calls alone at 0.80",
+    ]
+    alone = "; its two calls alone leave 0.80"
+    assert beyond == [
+        f"prefork, 2 processes, 5 ms body: celery_idem, postgresql drains at 0.50 of bare Celery, not 0.85{alone}",
+        f"prefork, 2 processes, 5 ms body: celery_idem, postgresql (0.50) is behind idemkit, postgresql (1.00){alone}",
     ]
 
 
@@ -139,6 +157,6 @@ def test_every_layer_of_the_profile_runs_a_message(redis_server: RedisServer, po
     with profile.layers_on(stores, redis_server.new_database()) as layers:
         for layer in layers:
             layer.turn(0)
-    assert len(layers) == 6
+    assert len(layers) == 8
     assert all(layer.wall[0] > 0 for layer in layers)
-    assert len(profile.rows_of(layers)) == 6
+    assert len(profile.rows_of(layers)) == 8
