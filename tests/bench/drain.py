@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import random
 import statistics
@@ -71,12 +72,20 @@ class Servers:
     broker: RedisServer
     postgres: PostgresServer
     directory: Path
+    urls: dict[str, str] = field(default_factory=dict)
+    runs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Numbers every run of every contestant, so that no key comes twice unless it should."""
 
     def store_url(self, store: str, name: str) -> str:
-        """An empty store of this kind."""
-        if store == "postgresql":
-            return self.postgres.create_database()
-        return f"sqlite:///{self.directory}/{name}.db" if store == "sqlite" else self.broker.new_database()
+        """The store of a contestant: one for all scenes, for there are libraries that keep a process on their first."""
+        if name not in self.urls:
+            if store == "postgresql":
+                self.urls[name] = self.postgres.create_database()
+            elif store == "sqlite":
+                self.urls[name] = f"sqlite:///{self.directory}/store.db"
+            else:
+                self.urls[name] = self.broker.new_database()
+        return self.urls[name]
 
     def processes(self) -> list[psutil.Process]:
         """The main process of every server that is ours."""
@@ -132,7 +141,7 @@ class Contestant:
         """
         self.turns += 1
         queue = f"{self.tasks.name}-{self.turns}"
-        keys = keys_of(messages, duplicates, first=self.turns * 1_000_000)
+        keys = keys_of(messages, duplicates, first=next(self.servers.runs) * 1_000_000)
         client, results = (redis.Redis.from_url(url) for url in (self.tasks.broker, self.results))
         with contextlib.closing(client), contextlib.closing(results):
             results.flushdb()
@@ -209,7 +218,7 @@ def contestants(servers: Servers, names: Sequence[str], pool: str, concurrency: 
         for number, name in enumerate(names):
             entry = rivals.ENTRIES[name]
             broker, results = servers.broker.new_database(), servers.broker.new_database()
-            store = entry.prepare(servers.store_url(entry.store, f"{pool}-{number}")) if entry.store else ""
+            store = entry.prepare(servers.store_url(entry.store, name)) if entry.store else ""
             settings = {"worker_prefetch_multiplier": 4, "task_acks_late": False, **entry.settings(store)}
             tasks = stack.enter_context(
                 TaskApp(entry.source.replace("STORE", store), broker=broker, backend=results, settings=settings)

@@ -281,11 +281,12 @@ def _packed(commands: Sequence[Command]) -> bytes:
     for words in commands:
         parts.append(b"*%d\r\n" % len(words))
         for word in words:
-            if isinstance(word, str):
+            kind = type(word)
+            if kind is str or isinstance(word, str):
                 said = word.encode()
-            elif isinstance(word, bytes):
+            elif kind is bytes:
                 said = word
-            elif type(word) in {int, float}:
+            elif kind is int or kind is float:
                 said = repr(word).encode()
             else:
                 raise TypeError(f"{word!r:.40} is no word of a command")
