@@ -518,3 +518,8 @@ def test_rows_a_decision_carries_the_callers_note(store: Store) -> None:
     assert decision.record is not None
     assert decision.record.note("M").parked == (1, 2)
     assert decision.record.note("M").over == 0
+    assert decision.record.others or decision.record.note("N").parked == (1, 2)
+    complete(store, op("alone", message="N"))
+    alone = store.claim(op("alone", message="M"), lease=LEASE, ttl=TTL).record
+    assert alone is not None
+    assert not alone.others

@@ -96,10 +96,13 @@ def test_complete_of_a_lapsed_claim_nobody_took(store: Store, clock: ManualClock
 
 
 @pytest.mark.guarantee("complete")
-def test_complete_after_somebody_noted_on_the_record(store: Store) -> None:
+@pytest.mark.parametrize("renewed", [False, True])
+def test_complete_after_somebody_noted_on_the_record(store: Store, renewed: bool) -> None:
     claim = take(store)
     store.note_parked(claim.key, "M", 0, 1)
     store.note_parked(claim.key, "N", 2, 4)
+    if renewed:
+        assert store.renew([claim]) == {claim.token: Renewal.RENEWED}
     assert store.complete(claim, result()) is Ended.COMPLETED
     record = stored(store)
     assert (record.note("M").parked, record.note("N").parked) == ((0, 1), (2, 4))
@@ -143,7 +146,7 @@ def test_complete_of_a_record_that_vanished_is_remembered(store: Store, clock: M
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "rollback"])
 def test_complete_joins_the_callers_transaction(backend: Backend, store: Store, commit: bool) -> None:
     """Effect and completion are one commit: the sentence "exactly once" rests on this."""
-    claim = take(store)
+    claim = take(store, op(continues=True))
     engine = sqlalchemy.create_engine(backend.url)
     try:
         with engine.connect() as connection:
@@ -156,6 +159,13 @@ def test_complete_joins_the_callers_transaction(backend: Backend, store: Store, 
         with engine.connect() as connection:
             effects = sqlalchemy.text("SELECT count(*) FROM effect WHERE done = :key")
             assert connection.execute(effects, {"key": claim.key}).scalar_one() == int(commit)
+        if not commit:
+            with engine.connect() as connection:
+                assert store.complete(claim, result(), connection=connection) is Ended.COMPLETED
+                connection.rollback()
+            assert store.renew([claim]) == {claim.token: Renewal.RENEWED}
+            store.note_parked(claim.key, "N", 0, 1)
+            assert stored(store).note("M").continuing is None
         assert answer(store, op(message="N")) is (Answer.COMPLETED if commit else Answer.HELD)
         assert store.complete(claim, result()) is Ended.COMPLETED
     finally:

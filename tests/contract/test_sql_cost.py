@@ -90,6 +90,9 @@ def test_the_rest_of_a_life_costs_one_statement_a_step(store: SQLStore, count: C
     def one(verb: Callable[[], Any]) -> None:
         assert count(verb) == (1, 1)
 
+    once = acquired(store)
+    one(lambda: store.renew([once]))
+    one(lambda: store.complete(once, RESULT))
     claim = acquired(store, continues=True)
     others = [acquired(store) for _ in range(9)]
     one(lambda: store.renew([claim, *others]))

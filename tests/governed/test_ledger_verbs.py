@@ -167,6 +167,24 @@ def test_a_dispatch_counts_the_one_attempt_and_says_what_it_was_allowed_by(store
     }
 
 
+def test_a_dispatch_that_is_not_due_says_how_long_to_wait_and_changes_nothing(
+    ledger: Ledger, store: SQLActionStore
+) -> None:
+    action_id = at(store, "gated")
+    ledger.forge("UPDATE celery_idem_action SET next_attempt_at = next_attempt_at + 30 WHERE action_id = ?", action_id)
+    before = store.get_action(action_id)
+    with pytest.raises(ActionTransitionError, match=r"is not due yet: wait for 30\.0 s$"):
+        dispatch(store, action_id)
+    assert store.get_action(action_id) == before
+
+
+def test_evidence_of_ones_own_keeps_no_action_from_its_dispatch(store: SQLActionStore) -> None:
+    action_id = at(store, "gated")
+    for kind in ("a note", "note"):
+        store.add_receipt(action_id, kind, kind, "seen", {})
+    assert dispatch(store, action_id)["state"] == "dispatched"
+
+
 def test_the_deadline_of_looking_is_not_moved_by_a_clock_set_back(store: SQLActionStore, clock: ManualClock) -> None:
     action_id = dispatched(store, seconds=1000, observation_window_seconds=100, max_observations=100)
     made = []

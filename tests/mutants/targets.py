@@ -16,7 +16,7 @@ class Target:
 
 
 NO_PROCESSES = "not processes and not fifty and not stopped and not killed and not private and not forked"
-"""Left out of the contract: tests that start servers or processes of their own, too slow to ask a thousand times."""
+"""Left out of the contract: tests that start processes of their own, too slow to ask a thousand times."""
 
 
 def _contract(*stores: str) -> tuple[str, ...]:
@@ -35,6 +35,7 @@ LEDGER = (
     "tests/governed/test_ledger_decisions.py",
     "tests/governed/test_ledger_arguments.py",
     "tests/governed/test_ledger_tampering.py",
+    "tests/conformance/test_actions.py::TestStoresThatConform::test_it_conforms_on_sqlite_and_the_command_says_so",
     f"-k=sqlite and {NO_PROCESSES}",
 )
 
@@ -48,11 +49,21 @@ TARGETS = (
         ("tests/unit/test_engine.py", "tests/unit/test_task.py", "tests/unit/test_transaction.py"),
         50,
     ),
+    Target("celery_idem/core/replay.py", ("tests/unit/test_engine.py", "tests/unit/test_task.py"), 15),
     Target("celery_idem/governed/sql/dispatch.py", LEDGER, 36),
-    Target("celery_idem/stores/sql/store.py", _contract("sqlite", "psycopg2"), 36),
+    Target(
+        "celery_idem/stores/sql/store.py",
+        (*_contract("sqlite", "psycopg2"), "tests/contract/test_sql_cost.py"),
+        36,
+    ),
     Target(
         "celery_idem/core/run.py",
-        ("tests/unit/test_engine.py", "tests/unit/test_task.py", "tests/unit/test_soft_limits.py"),
+        (
+            "tests/unit/test_engine.py",
+            "tests/unit/test_task.py",
+            "tests/unit/test_transaction.py",
+            "tests/unit/test_soft_limits.py",
+        ),
         40,
     ),
     Target("celery_idem/stores/sql/rows.py", ("tests/unit/test_sql_rows.py", *_contract("sqlite")), 30),

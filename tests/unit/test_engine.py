@@ -222,7 +222,7 @@ def test_a_value_the_serializer_cannot_say_goes_on_once_and_never_runs_again(ben
     value = object()
     first = b.engine.run(op(), b.body(value))
     assert (first.status, first.value) == (Status.ENCODE_FAILED, value)
-    with pytest.raises(ResultUnavailable):
+    with pytest.raises(ResultUnavailable, match=r"the first run of shop\.charge happened"):
         b.engine.run(op(message="N"), b.body())
     assert b.runs == 1
     assert "ENCODE_FAILED" in b.names()
@@ -373,8 +373,9 @@ def test_an_unknown_outcome_that_must_fail_is_stored_and_answers_every_message(b
 def test_deliveries_that_all_die_are_exhausted(bench: Any) -> None:
     b = bench(Policy(max_deliveries=3, wait_timeout=0))
     lapse(b, 3)
-    with pytest.raises(DeliveriesExhausted, match="3 runs"):
+    with pytest.raises(DeliveriesExhausted, match="3 runs") as caught:
         b.engine.run(op(), b.body())
+    assert caught.value.attempts == 3
     assert b.runs == 0
     assert b.terminal() == ["EXHAUSTED"]
     assert b.record().outcome.kind is Kind.FAILURE
@@ -386,20 +387,18 @@ def test_the_last_allowed_delivery_runs(bench: Any) -> None:
     assert b.engine.run(op(), b.body()).status is Status.EXECUTED
 
 
-def test_verify_is_asked_once_beyond_the_cap_and_then_no_more(bench: Any) -> None:
+@pytest.mark.parametrize("cap", [2, 3])
+def test_verify_is_asked_once_beyond_the_cap_and_then_no_more(bench: Any, cap: int) -> None:
     asked: list[int] = []
 
     def verify(context: Any) -> None:
         asked.append(context.attempt)
 
-    b = bench(Policy(max_deliveries=2, wait_timeout=0))
-    lapse(b, 3)
-    assert isinstance(b.engine.attempt(op(), b.body(), verify=verify).error, DeliveriesExhausted)
-    assert asked == []
-    b = bench(Policy(max_deliveries=2, wait_timeout=0))
-    lapse(b, 2)
-    assert isinstance(b.engine.attempt(op(), b.body(), verify=verify).error, DeliveriesExhausted)
-    assert asked == [3]
+    for died, questions in ((cap + 1, []), (cap, [cap + 1])):
+        b = bench(Policy(max_deliveries=cap, wait_timeout=0))
+        lapse(b, died)
+        assert isinstance(b.engine.attempt(op(), b.body(), verify=verify).error, DeliveriesExhausted)
+        assert asked == questions
 
 
 # --- the store does not answer --------------------------------------------------------------------

@@ -20,7 +20,7 @@ import celery_idem
 from celery_idem import Engine, Policy
 from celery_idem.core.events import Emitter
 from celery_idem.core.heartbeat import Heartbeat
-from celery_idem.core.records import Kind, Release, State
+from celery_idem.core.records import Kind, Release, State, Status
 from celery_idem.core.run import Ending
 from celery_idem.stores.memory import MemoryStore
 from tests.support.delivery import Shop
@@ -119,6 +119,18 @@ def test_a_soft_limit_at_any_line_of_the_engine_leaves_the_record_true_to_the_ef
     assert seen["before the body"] > 10, seen
     assert seen["in it or after"] > 3, seen
     assert seen["moot"] > 10, seen
+
+
+def test_a_soft_limit_while_the_outcome_is_recorded_is_moot() -> None:
+    class Struck(MemoryStore):
+        def complete(self, *args: Any, **named: Any) -> Any:
+            signal.raise_signal(signal.SIGUSR1)
+            return super().complete(*args, **named)
+
+    heartbeat = Heartbeat(store := Struck(), Emitter(), purge=False)
+    result = Engine(store, heartbeat=heartbeat).attempt(op(), lambda _: "paid", ending=ending)
+    heartbeat.stop()
+    assert (result.status, result.value, result.error) == (Status.EXECUTED, "paid", None)
 
 
 def test_a_soft_limit_at_any_line_of_a_delivery_parks_or_fails_and_loses_nothing() -> None:

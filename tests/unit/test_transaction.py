@@ -103,7 +103,7 @@ def test_it_commits_when_the_body_returns_and_not_before(shop: Ledger) -> None:
     assert (shop.amounts(), shop.states(), shop.leases()) == ([50], [State.COMPLETED], 0)
     again = deliver(shop, charge)
     assert (again.state, again.value, shop.amounts()) == ("SUCCESS", "paid", [50])
-    assert shop.terminal() == ["NEW", "REPLAYED"]
+    assert shop.names() == ["NEW", "REPLAYED"]
 
 
 def raising(error: BaseException) -> Any:
