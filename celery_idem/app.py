@@ -331,6 +331,8 @@ class CheckStore(bootsteps.StartStopStep):
                 logger.warning("celery_idem: %s", warning)
             on = len(list(runtime.tasks()))
             logger.info("celery_idem: %d tasks are switched on, in mode %s", on, runtime.mode)
+        except ConfigurationError:
+            raise  # of a store that refuses, which is an outage only for workers that run
         except StoreUnavailable as error:
             will = "wait for it" if runtime.mode == "enforce" else "run unprotected"
             logger.warning("celery_idem: the store does not answer, tasks will %s: %s", will, error)

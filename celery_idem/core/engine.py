@@ -39,6 +39,7 @@ from celery_idem.core.records import (
 )
 from celery_idem.core.replay import replayed
 from celery_idem.core.run import Body, Ending, Run, call
+from celery_idem.core.values import replace
 from celery_idem.errors import (
     ConfigurationError,
     RecordCorrupt,
@@ -292,7 +293,9 @@ class Engine:
 
         def claim() -> Decision:
             for late, outcome in self.heartbeat.waiting(operation.key):  # or this copy would run what has run here
-                self.store.complete(late, outcome)
+                ended = self.store.complete(late, outcome)
+                if ended is Ended.COMPLETED and late.operation.delivery.continues:
+                    self.heartbeat.add(replace(late, right=True), lambda: None)
             attempt.since = time.monotonic()
             return self.store.claim(operation, lease=lease, ttl=ttl, dead_fence=dead_fence)
 

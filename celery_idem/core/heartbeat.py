@@ -1,9 +1,10 @@
 """The renewal thread: one per process and store, for all leases in one batch.
 
 A lease is due a third of its length after its last confirmed renewal, so a task shorter than that costs nothing.
-Only the answer LOST takes a lease away; no answer means trying again, for the fence still guards. Between beats the
-thread ends claims whose completion or release got no answer, and deletes expired records, off every task's path. After
-a fork the child starts with a thread of its own. Under gevent it is a real thread all the same, beside the hub.
+Only the answer LOST takes a lease away; no answer means trying again, for the fence still guards. Between beats, and
+never past the next one, the thread ends claims whose completion or release got no answer, and deletes expired records,
+off every task's path. After a fork the child starts with a thread of its own. Under gevent it is a real thread all the
+same, beside the hub.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Lease:
     """When it was last confirmed: what got no answer moves only ``due``."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Leftover:
     """A claim whose end got no answer."""
 
@@ -115,11 +116,14 @@ class Heartbeat:
         self._later(_Leftover(claim, end, time.monotonic() + claim.ttl, outcome, told=not waits))
 
     def waiting(self, key: str) -> list[tuple[Claim, Outcome]]:
-        """The outcomes of this key that are still to be recorded."""
+        """The outcomes of this key that are still to be recorded.
+
+        Who records one whose links are not all published adds the right to continue that comes with it.
+        """
         if not self._leftovers or self._pid != os.getpid():
             return []
         with self._mutex:
-            left = [left for left in self._leftovers if left.told and left.claim.key == key]
+            left = [left for left in self._leftovers if left.claim.key == key]
         return [(each.claim, each.outcome) for each in left if each.outcome is not None]
 
     def told(self, token: str, *, published: bool) -> None:
@@ -203,19 +207,25 @@ class Heartbeat:
                 due = [lease for lease in self._leases.values() if lease.due <= now]
             if not self._stopping:
                 self._work(due, now)
+        if self._leftovers:
+            self._try(partial(self._give_back, last=True))
+            self._say_dropped()
         if self._closes:
             self._store.close()
 
     def _work(self, due: list[_Lease], now: float) -> None:
+        if due:
+            self._try(partial(self.beat, due))
+        if self._leftovers:
+            self._try(self._give_back)
+        if now >= self._purges_at:
+            self._purges_at = now + PURGE_EVERY * random.uniform(0.67, 1.33)  # noqa: S311
+            if self._purge:
+                self._try(partial(self._store.purge, PURGE_LIMIT))
+
+    def _try(self, work: Callable[[], object]) -> None:
         try:
-            if due:
-                self.beat(due)
-            if self._leftovers:
-                self._give_back(now)
-            if now >= self._purges_at:
-                self._purges_at = now + PURGE_EVERY * random.uniform(0.67, 1.33)  # noqa: S311
-                if self._purge:
-                    self._store.purge(PURGE_LIMIT)
+            work()
         except StoreError as error:
             self._back(partial(logger.info, "celery_idem background work: %s", error))
         except Exception as error:  # noqa: BLE001  logged, where the log's own locks are
@@ -229,11 +239,13 @@ class Heartbeat:
         sent = time.monotonic()
         try:
             answers = self._store.renew([lease.claim for lease in due])
-        except StoreError as error:
+        except Exception as error:
             for lease in due:
                 lease.due = time.monotonic() + min(RETRY_AFTER, lease.claim.lease / 6)
                 self._tell(EventName.RENEW_FAILED, lease.claim.operation, fence=lease.claim.fence, error=str(error))
-            return
+            if isinstance(error, StoreError):
+                return
+            raise
         for lease in due:
             answer = answers.get(lease.claim.token, Renewal.BUSY)
             if answer is Renewal.LOST:
@@ -245,22 +257,41 @@ class Heartbeat:
                 else:
                     lease.since = sent
 
-    def _give_back(self, now: float) -> None:
+    def _give_back(self, *, last: bool = False) -> None:
+        """End what waits, until a renewal is due: outcomes before releases, which lapse by themselves.
+
+        At the ``last``, the end of the process, whatever waits for links to be published waits in vain.
+        """
         with self._mutex:
+            now = time.monotonic()
             self._leftovers = [left for left in self._leftovers if left.until > now]
-            leftovers = [left for left in self._leftovers if left.told]
-        for left in leftovers:
+            ready = [left for left in self._leftovers if last or left.told]
+        for left in sorted(ready, key=lambda left: left.outcome is None):
+            if not last and self._renewal_due():
+                return
             try:
                 ended = left.end()
             except StoreUnavailable:
                 raise  # all stay for later
-            except StoreError as error:  # this one alone cannot be ended
+            except Exception as error:  # noqa: BLE001  this one alone cannot be ended
                 self._back(partial(logger.warning, "a claim of %s was not ended: %s", left.claim.key, error))
             else:
                 if left.outcome is not None:
                     self._say_late(left.claim, ended)
             with self._mutex:
                 self._leftovers.remove(left)
+            self.discard(left.claim)  # the right that came with an outcome recorded meanwhile: see ``waiting``
+
+    def _renewal_due(self) -> bool:
+        with self._mutex:
+            now = time.monotonic()
+            return any(lease.due <= now for lease in self._leases.values())
+
+    def _say_dropped(self) -> None:
+        for left in self._leftovers:
+            if left.outcome is not None:
+                text = "the outcome of key %s was never recorded, and a later duplicate runs again: the store is away"
+                self._back(partial(logger.warning, text, left.claim.key))
 
     def _say_late(self, claim: Claim, ended: object) -> None:
         if ended is Ended.COMPLETED:

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import redis
+import sqlalchemy
 from celery.bin.base import CLIContext
 from click.testing import CliRunner
 
 from celery_idem import DeliveriesExhausted, cli
 from celery_idem.governed import SQLActionStore
 from celery_idem.governed.chain import governance_of
-from tests.support.services import RedisServer
+from celery_idem.stores.base import open_store
+from tests.support.services import PostgresServer, RedisServer
 from tests.support.workers import TaskApp, WorkerProc, wait_until
 
 pytestmark = pytest.mark.redis
@@ -128,6 +130,13 @@ def make(redis_server: RedisServer) -> Iterator[Callable[..., Till]]:
     yield till
     for app in made:
         app.close()
+
+
+def statement(url: str, text: str) -> None:
+    engine = sqlalchemy.create_engine(url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(sqlalchemy.text(text))
+    engine.dispose()
 
 
 def terminate(worker: WorkerProc) -> None:
@@ -256,6 +265,38 @@ def test_an_app_without_celery_idem_runs_what_was_stamped(make: Any) -> None:
 
 
 # --- a store that lost writes, and backups ---------------------------------------------------------------------------
+
+
+@pytest.mark.postgres
+def test_a_table_that_is_away_for_a_while_is_an_outage_and_fails_no_task(
+    make: Any, postgres_server: PostgresServer
+) -> None:
+    """As a restore, a migration or a revoked right has it: a body that ended, and a message that came meanwhile."""
+    url = postgres_server.create_database()
+    with closing(open_store(url)) as store:
+        store.create_schema()
+    till = make(store=url, idempotency_lease=5, idempotency_store_timeout=0.5)
+    with till.worker(concurrency=2):
+        first = till.pay(1)
+        till.began(1)
+        statement(url, "ALTER TABLE celery_idem_record RENAME TO away")
+        (till.path("go")).touch()
+        second = till.pay(2)
+        till.told("COMPLETE_FAILED")
+        till.told("PARKED")
+        statement(url, "ALTER TABLE away RENAME TO celery_idem_record")
+        assert first.get(timeout=60) == "paid 1"
+        assert second.get(timeout=60) == "paid 2"
+        till.told("COMPLETED_LATE")
+        assert till.pay(1).get(timeout=60) == "paid 1"
+        assert (len(till.runs(1)), len(till.runs(2))) == (1, 1)
+
+
+@pytest.mark.postgres
+def test_no_worker_starts_on_a_store_without_its_table(make: Any, postgres_server: PostgresServer) -> None:
+    worker = make(store=postgres_server.create_database()).worker()
+    with pytest.raises(AssertionError, match="celery -A <app> idem init"):
+        worker.start()
 
 
 def test_after_a_failover_that_lost_writes_a_claim_is_restored_and_a_completion_is_not(make: Any) -> None:

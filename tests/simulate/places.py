@@ -276,6 +276,6 @@ class SimulatedHeartbeat(Heartbeat):
             if due:
                 self.beat(due)
             if self._leftovers:
-                self._give_back(now)
+                self._give_back()
         except StoreError:
             pass

@@ -494,6 +494,24 @@ def test_a_completion_without_an_answer_is_recorded_when_the_store_answers_again
     assert "COMPLETED_LATE" in b.names()
 
 
+def test_a_copy_of_the_same_process_gets_an_outcome_whose_links_are_still_on_their_way(bench: Any) -> None:
+    """The store is back before Celery has published them: the body must not run again for that."""
+    store = Silent(MemoryStore())
+    b = bench(Policy(lease=0.2), store=store)
+    store.fail("complete", *down_always())
+    first = op(continues=True)
+    assert b.engine.attempt(first, b.body()).value == "done"
+    store.failing.clear()
+    assert b.engine.run(op(message="N"), b.body()).value == "done"
+    assert b.runs == 1
+    right = b.engine.heartbeat.held(first.token)
+    assert right is not None
+    assert right.right, "kept until the links are told of: a copy of the first message elsewhere waits for them"
+    b.engine.heartbeat.told(first.token, published=True)
+    wait_until(lambda: store.get(first.key).note("M").settled, 10, "the first message to be settled")
+    wait_until(lambda: b.engine.heartbeat.held(first.token) is None, 10, "its right to end")
+
+
 def test_a_completion_that_comes_too_late_changes_nothing_and_says_so(bench: Any) -> None:
     store = Silent(MemoryStore())
     b = bench(Policy(lease=0.2), store=store)

@@ -14,8 +14,9 @@ import pytest
 
 from celery_idem.core.events import Emitter
 from celery_idem.core.heartbeat import Heartbeat
-from celery_idem.core.records import Claim, Delivery, Kind, Operation, Outcome, State
+from celery_idem.core.records import Claim, Delivery, Kind, Operation, Outcome, Release, State
 from celery_idem.core.threads import Bell, start_thread
+from celery_idem.errors import StoreUnavailable
 from celery_idem.stores.memory import MemoryStore
 from tests.support.workers import wait_until
 
@@ -260,3 +261,87 @@ def test_an_outcome_that_is_recorded_late_waits_for_the_links_of_its_message(pub
     assert record.state is State.COMPLETED
     assert record.note("M").settled is settled
     heartbeat.stop()
+
+
+# -- what waits for a store that is back -------------------------------------------------------------------------------
+
+
+class Slow(Counting):
+    """Something becomes due while an outcome is being recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[str] = []
+        self.meanwhile: Any = lambda: None
+
+    def complete(self, claim: Any, outcome: Any, **more: Any) -> Any:
+        self.ended.append(f"complete {claim.token[0]}")
+        self.meanwhile()
+        return super().complete(claim, outcome, **more)
+
+    def release(self, claim: Any, *args: Any, **more: Any) -> Any:
+        self.ended.append(f"release {claim.token[0]}")
+        return super().release(claim, *args, **more)
+
+
+def test_outcomes_that_wait_keep_no_lease_from_being_renewed() -> None:
+    """Ended all in one go, ten thousand of them outlast the lease of a body that runs beside them."""
+    store = Slow()
+    heartbeat = Heartbeat(store, Emitter(), purge=False)
+    heartbeat._wake_by = lambda moment: None  # type: ignore[method-assign]  no thread: the test is in its place
+    heartbeat.release_later(claimed(store, "a", 60), Release.YIELDED)
+    for name in "bc":
+        heartbeat.complete_later(claimed(store, name, 60), Outcome(Kind.IGNORED))
+    heartbeat.add(claimed(store, "d", 60), lambda: None)
+    lease = heartbeat._leases["d" * 32]
+    store.meanwhile = lambda: setattr(lease, "due", 0.0)
+    heartbeat._work([], time.monotonic())
+    assert (store.ended, store.renewals) == (["complete b"], [])
+    store.meanwhile = lambda: None
+    heartbeat._work([lease], time.monotonic())
+    assert [token for _, token in store.renewals] == ["d"]
+    assert store.ended == ["complete b", "complete c", "release a"], "what is told before what lapses by itself"
+
+
+def test_a_renewal_that_fails_in_an_unknown_way_is_tried_a_little_later_and_holds_nothing_up(caplog: Any) -> None:
+    store = Slow()
+    heartbeat = Heartbeat(store, Emitter(), purge=False)
+    heartbeat._wake_by = lambda moment: None  # type: ignore[method-assign]
+    heartbeat.complete_later(claimed(store, "a", 60), Outcome(Kind.IGNORED))
+    heartbeat.add(claimed(store, "b", 60), lambda: None)
+    lease = heartbeat._leases["b" * 32]
+    lease.due = 0.0
+    store.renew = lambda claims: 1 / 0  # type: ignore[method-assign]
+    heartbeat._work([lease], time.monotonic())
+    assert lease.due > time.monotonic(), "or the thread would never rest"
+    assert store.ended == ["complete a"]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_the_end_of_a_process_records_what_waits_if_the_store_is_back() -> None:
+    store = Slow()
+    heartbeat = Heartbeat(store, Emitter(), purge=False)
+    told, continues = claimed(store, "a", 60), Operation("b" * 64, Delivery("M", continues=True), "b" * 32)
+    untold = store.claim(continues, lease=60, ttl=60).claim
+    assert untold is not None
+    for claim in (told, untold):
+        heartbeat.complete_later(claim, Outcome(Kind.IGNORED))
+    heartbeat.stop()
+    for claim in (told, untold):
+        record = store.get(claim.key)
+        assert record is not None
+        assert record.state is State.COMPLETED
+    assert store.get(untold.key).note("M").settled is False  # type: ignore[union-attr]  a copy publishes its links
+
+
+def test_the_end_of_a_process_says_what_was_never_recorded(caplog: Any) -> None:
+    store = Slow()
+
+    def away(*_: Any, **__: Any) -> Any:
+        raise StoreUnavailable("away")
+
+    store.complete = away  # type: ignore[method-assign]
+    heartbeat = Heartbeat(store, Emitter(), purge=False)
+    heartbeat.complete_later(claimed(store, "a", 60), Outcome(Kind.IGNORED))
+    heartbeat.stop()
+    assert f"the outcome of key {'a' * 64} was never recorded" in caplog.text

@@ -78,6 +78,8 @@ class Ledger:
                     ) from error
                 made = True
                 self.create_schema()
+            except ConfigurationError as error:
+                raise ConfigurationError(_in_our_words(error)) from error
             except StoreUnavailable as error:
                 doubt = attempt.committing and writes
                 if busy is not None and not doubt and time.monotonic() > deadline:
@@ -86,8 +88,6 @@ class Ledger:
                     raise StoreUnavailable(_in_our_words(error), may_have_landed=doubt) from error
                 fresh = True  # a pooled connection may have been dead for long
                 self._database.forget_idle()
-            except ConfigurationError as error:
-                raise ConfigurationError(_in_our_words(error)) from error
             else:
                 self._tell(attempt.events)
                 return result

@@ -26,7 +26,11 @@ class Again(Exception):
     """The server rolled the statement back to let another one through; it may go out once more."""
 
 
-class NoSchema(ConfigurationError):
+class Refused(ConfigurationError, StoreUnavailable):
+    """The database refuses the store's statements: no worker starts so, and for one that runs it is an outage."""
+
+
+class NoSchema(Refused):
     """The store's table is missing or older than this release."""
 
 
@@ -93,7 +97,7 @@ def translated(error: BaseException, name: str, *, writes: bool, in_doubt: bool 
     if code in _NO_SCHEMA or (name == "sqlite" and any(sign in words for sign in _NO_SQLITE_SCHEMA)):
         return no_schema(_line(error))
     if code is not None and code.startswith("42"):
-        return ConfigurationError(f"the {name} store refused a statement ({_line(error)}): check its table and grants")
+        return Refused(f"the {name} store refused a statement ({_line(error)}): check its table and grants")
     if type(error).__name__ == "DataError" or isinstance(error, (ValueError, OverflowError)):
         return ConfigurationError(f"the {name} store cannot keep this record ({_line(error)}): give it other values")
     said_no = code is not None and not code.startswith(_IN_DOUBT)
