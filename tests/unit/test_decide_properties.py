@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from celery_idem.core import decide
@@ -26,6 +26,8 @@ from celery_idem.core.records import (
 )
 from tests.support.clock import START
 from tests.support.operations import fingerprint, key_for, result
+
+any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 MESSAGES = ("M", "N", "P")
 LEASES = (10.0, 60.0)
@@ -213,7 +215,7 @@ STEPS = (
 )
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(any_speed, max_examples=250, derandomize=True)
 @given(st.data())
 def test_no_history_breaks_a_rule(data: st.DataObject) -> None:
     world = World()
@@ -223,7 +225,7 @@ def test_no_history_breaks_a_rule(data: st.DataObject) -> None:
         getattr(world, step)(data.draw)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(any_speed, max_examples=300, derandomize=True)
 @given(
     st.lists(
         st.tuples(
@@ -254,7 +256,7 @@ def test_claim_fences_grow_even_when_the_clock_goes_back(history: list[tuple[str
             record = None
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(any_speed, max_examples=200, derandomize=True)
 @given(st.sampled_from(Release), st.booleans(), st.floats(0, 1e6), st.integers(0, 5))
 def test_a_released_record_with_doubt_is_never_acquired(
     reason: Release, doubt: bool, later: float, generation: int
