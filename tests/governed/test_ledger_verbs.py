@@ -178,6 +178,18 @@ def test_a_dispatch_that_is_not_due_says_how_long_to_wait_and_changes_nothing(
     assert store.get_action(action_id) == before
 
 
+@pytest.mark.parametrize("error", [KeyError("decision_id"), RecursionError("too deep")])
+def test_a_validator_that_raises_refuses_and_is_the_cause(store: SQLActionStore, error: Exception) -> None:
+    def validator(*_: Any) -> Any:
+        raise error
+
+    action_id = at(store, "gated")
+    with pytest.raises(GateRefused, match=rf"validator: it raised {type(error).__name__}: see the cause") as caught:
+        dispatch(store, action_id, gate_validator=validator)
+    assert (caught.value.code, caught.value.__cause__) == ("validator", error)
+    assert store.get_action(action_id)["state"] == "gated"
+
+
 def test_evidence_of_ones_own_keeps_no_action_from_its_dispatch(store: SQLActionStore) -> None:
     action_id = at(store, "gated")
     for kind in ("a note", "note"):

@@ -157,11 +157,12 @@ def test_another_fingerprint_is_a_mismatch_and_does_not_run(bench: Any) -> None:
 
 def test_a_held_key_is_a_conflict_after_the_wait(bench: Any) -> None:
     b = bench(Policy(wait_timeout=0.05))
-    b.store.claim(op(message="M"), lease=60, ttl=60)
+    held = b.store.claim(op(message="M", holder="elsewhere"), lease=60, ttl=60).claim
     result = b.engine.run(op(message="N"), b.body())
     assert result.status is Status.CONFLICT
     assert b.runs == 0
     assert b.names() == ["IN_FLIGHT_WAIT", "CONFLICT"]
+    assert (b.events[0].fields["fence"], b.events[0].fields["held_by"]) == (held.fence, "elsewhere")
 
 
 def test_a_waiting_duplicate_replays_as_soon_as_the_first_run_completes(bench: Any) -> None:
