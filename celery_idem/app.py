@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from celery import Celery, bootsteps
+from kombu.serialization import registry as serializers  # type: ignore[attr-defined]  # the stubs lack it
 
 from celery_idem.core.codec import NotKept, through_codec
 from celery_idem.core.engine import Engine
@@ -219,10 +220,10 @@ class Runtime:
             )
         early = [task.name for task in self.tasks() if acked_early(task)]
         if early:
-            warnings.append(
-                f"{len(early)} tasks are acked before they run, {early[0]} among them, so a crash loses them: set "
-                "task_acks_late and task_reject_on_worker_lost"
-            )
+            lost = f"{early[0]} is acked before it runs, so a crash loses it"
+            if len(early) > 1:
+                lost = f"{len(early)} tasks are acked before they run, {early[0]} among them, so a crash loses them"
+            warnings.append(f"{lost}: set task_acks_late and task_reject_on_worker_lost")
         warnings += self.check_store()
         if not self.confirms_publishes():
             warnings.append(
@@ -272,9 +273,14 @@ class Runtime:
                 through_codec(encoded, self.accept)
         except NotKept as error:
             name = self.policy_of(task).serializer
+            known: Mapping[str, str] = serializers.name_to_type
+            if name not in known:
+                raise ConfigurationError(
+                    f"task {task.name}: kombu has no serializer {name!r}: name one of {', '.join(sorted(known))}"
+                ) from error
             raise ConfigurationError(
-                f"task {task.name}: results in {name!r} could not be read back: name another serializer in "
-                f"idempotency_serializer, or add this one to accept_content ({error})"
+                f"task {task.name}: results in {name!r} could not be read back ({error.__cause__ or error}): name "
+                "another serializer in idempotency_serializer, or add this one to accept_content"
             ) from error
 
     def is_broadcast(self, delivery_info: Mapping[str, Any] | None) -> bool:
@@ -330,7 +336,8 @@ class CheckStore(bootsteps.StartStopStep):
             for warning in runtime.check():
                 logger.warning("celery_idem: %s", warning)
             on = len(list(runtime.tasks()))
-            logger.info("celery_idem: %d tasks are switched on, in mode %s", on, runtime.mode)
+            said = "1 task is" if on == 1 else f"{on} tasks are"
+            logger.info("celery_idem: %s switched on, in mode %s", said, runtime.mode)
         except ConfigurationError:
             raise  # of a store that refuses, which is an outage only for workers that run
         except StoreUnavailable as error:

@@ -20,7 +20,7 @@ from celery.signals import worker_ready
 
 from celery_idem import cli_text as text
 from celery_idem.app import Runtime, given_settings, runtime_of, tell_if_nothing_is_on
-from celery_idem.cli_base import Commands, json_option, say, seen, wants_json
+from celery_idem.cli_base import Commands, chosen_app, json_option, say, seen, wants_json
 from celery_idem.cli_key import (
     Choice,
     Duration,
@@ -73,7 +73,7 @@ _command = functools.partial(idem.command, cls=CeleryCommand)
 
 
 def _runtime(ctx: click.Context) -> Runtime:
-    runtime = runtime_of(ctx.obj.app)
+    runtime = runtime_of(chosen_app(ctx))
     ctx.call_on_close(runtime.close)
     return runtime
 

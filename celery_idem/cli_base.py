@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
+from celery import Celery
 
 from celery_idem.cli_key import Refusal, option
 from celery_idem.cli_text import Clock, as_json, one_line, scrubbed, utc
+from celery_idem.core.settings import given_under
 from celery_idem.errors import CeleryIdemError
 
+_OURS = ("idempotency_", "governed_")
 _WANTED = "celery_idem.json"
 
 
@@ -33,6 +36,14 @@ class Commands(click.Group):
             refusal = Refusal(kind, scrubbed(one_line(error), self.secrets(ctx)), **shape)
             refusal.wants_json = wants_json(ctx)
             raise refusal from error
+
+
+def chosen_app(ctx: click.Context) -> Celery:
+    """The app the command is about; wrong usage where nobody named one and Celery's own has nothing set."""
+    app: Celery = ctx.obj.app
+    if app.main == "default" and not any(given_under(prefix, app.conf)[0] for prefix in _OURS):
+        raise click.UsageError(f"no app was named: celery -A <app> {' '.join(ctx.command_path.split()[1:])}")
+    return app
 
 
 def wants_json(ctx: click.Context) -> bool:

@@ -20,7 +20,7 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 
 from celery_idem import cli_governed_text as text
 from celery_idem.app import runtime_of
-from celery_idem.cli_base import Commands, json_option, say, seen, wants_json
+from celery_idem.cli_base import Commands, chosen_app, json_option, say, seen, wants_json
 from celery_idem.cli_key import LISTED, Duration, Refusal, Unlisted, option
 from celery_idem.cli_text import Clock, aligned, printable, secrets_of, shown_url
 from celery_idem.errors import ActionNotFound, ActionStoreError, GateRefused
@@ -65,7 +65,7 @@ _as = option("--as", "principal", metavar="NAME", required=True, help="Who decid
 
 
 def _governance(ctx: click.Context) -> Governance:
-    governance = governance_of(ctx.obj.app)
+    governance = governance_of(chosen_app(ctx))
     ctx.call_on_close(governance.close)
     return governance
 

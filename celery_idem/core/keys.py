@@ -345,8 +345,8 @@ class KeySource:
                 raise ConfigurationError("key is a coroutine function: give one that returns the key itself")
             return cls("function", function=spec)
         raise ConfigurationError(
-            f'key is a {type(spec).__qualname__}: give "message", "arguments", a list of argument names, a template '
-            'like "order:{order_id}" or a function of the arguments'
+            f'key is of type {type(spec).__qualname__}: give "message", "arguments", a list of argument names, a '
+            'template like "order:{order_id}" or a function of the arguments'
         )
 
     def check(self, function: Callable[..., object], *, skip_first: bool = False) -> None:
@@ -371,7 +371,7 @@ class KeySource:
         """
         if explicit is not None:
             if not isinstance(explicit, str):
-                raise KeyMissing(f"idempotency_key is a {type(explicit).__qualname__}: give its text, str(…)")
+                raise KeyMissing(f"idempotency_key is of type {type(explicit).__qualname__}: give its text, str(…)")
             return _key_hash(b"explicit", canonical(_present(explicit, "idempotency_key")))
         if self.kind == "message":
             return _key_hash(b"message", canonical(_present(message_id, "the message's id")))

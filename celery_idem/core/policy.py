@@ -103,4 +103,7 @@ def _options(glob: str, word: Any) -> Policy | Literal[False]:
             near = get_close_matches(str(option), PER_TASK, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "see docs/reference/settings.md"
             raise ConfigurationError(f"idempotency_tasks[{glob!r}] names {option!r}, which is no option: {hint}")
-    return Policy(**options)
+    try:
+        return Policy(**options)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"idempotency_tasks[{glob!r}]: {error}") from None

@@ -10,6 +10,7 @@ from typing import Any
 
 from celery_idem.app import Runtime, given_settings
 from celery_idem.cli_text import duration, one_line
+from celery_idem.core.settings import BY_NAME, PREFIX, given_under
 from celery_idem.doctor.facts import Facts
 from celery_idem.doctor.finding import Finding
 from celery_idem.errors import ConfigurationError
@@ -96,6 +97,19 @@ def _nothing_on(facts: Facts) -> Iterator[Finding]:
             "Every duplicate runs: no task that this app imports is switched on.",
             'task_annotations = ("celery_idem:annotation",), or base=IdempotentTask; name task modules in `imports`',
         )
+
+
+def _unread(facts: Facts) -> Iterator[Finding]:
+    for name in sorted(given_under(PREFIX, facts.conf)[1]):
+        if name in BY_NAME:
+            yield Finding(
+                "risk",
+                "unread-setting",
+                PREFIX + name,
+                f"{(PREFIX + name).upper()}, without the prefix that this configuration has",
+                "Celery does not read it under that name, so the setting has its default.",
+                f"{PREFIX}{name} in small letters, or CELERY_{(PREFIX + name).upper()} under namespace='CELERY'",
+            )
 
 
 def _patterns(facts: Facts) -> Iterator[Finding]:
@@ -246,6 +260,7 @@ def _results_before_redelivery(facts: Facts) -> Iterator[Finding]:
 RULES: tuple[Rule, ...] = (
     _mode,
     _nothing_on,
+    _unread,
     _patterns,
     _memory_store,
     _file_store,

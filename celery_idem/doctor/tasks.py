@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 
 from celery_idem.cli_text import duration
 from celery_idem.core.policy import Policy
@@ -281,6 +282,52 @@ def _fail_open(facts: Facts) -> Iterator[Finding]:
             yield _of(task, "hint", "fail-open", "storage_policy fail_open", why, change)
 
 
+def _verify(facts: Facts) -> Iterator[Finding]:
+    for task, policy in _each(facts):
+        if policy.verify is None:
+            continue
+        severity, misfit = _misfit(task.run, policy.verify)
+        if misfit:
+            yield _of(
+                task,
+                severity,
+                "verify-takes-other-arguments",
+                misfit,
+                "It is called with the task's arguments as the message has them; where it cannot take them, the "
+                "outcome stays unknown.",
+                f"let verify take {inspect.signature(task.run)}",
+            )
+
+
+def _misfit(run: Callable[..., object], verify: Callable[..., object]) -> tuple[Severity, str]:
+    """What Python says to a call that ``run`` takes and ``verify`` does not; an empty text where there is none."""
+    try:
+        signature, parameters = inspect.signature(verify), inspect.signature(run).parameters.values()
+    except (TypeError, ValueError):  # builtins may have none
+        return "risk", ""
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    calls: list[tuple[Severity, list[str], list[str]]] = [
+        ("fault", [p.name for p in placed], list(named)),
+        (
+            "fault",
+            [p.name for p in placed if p.default is p.empty],
+            [n for n, p in named.items() if p.default is p.empty],
+        ),
+        (
+            "risk",
+            [p.name for p in placed if p.kind is p.POSITIONAL_ONLY],
+            [*(p.name for p in placed if p.kind is p.POSITIONAL_OR_KEYWORD), *named],
+        ),
+    ]
+    for severity, args, kwargs in calls:
+        try:
+            signature.bind(*args, **dict.fromkeys(kwargs))
+        except TypeError as error:
+            return severity, f"verify, called as the task may be: {error}"
+    return "risk", ""
+
+
 RULES: tuple[Rule, ...] = (
     _acks,
     _long_body,
@@ -297,4 +344,5 @@ RULES: tuple[Rule, ...] = (
     _results_before_record,
     _unkept_value,
     _fail_open,
+    _verify,
 )

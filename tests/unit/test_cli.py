@@ -188,6 +188,17 @@ def test_a_wrong_setting_is_told_in_one_line(make_shell: Any, conf: dict[str, An
     assert shell.json("check", exit_code=1)["error"]["type"] == "ConfigurationError"
 
 
+@pytest.mark.parametrize("command", ["check", "doctor", "list"])
+def test_a_command_without_an_app_asks_for_one(command: str) -> None:
+    nobodys = Celery("default", set_as_current=False)  # what the celery command takes where -A names none
+    obj = CLIContext(app=nobodys, no_color=True, workdir=None)
+    result = CliRunner().invoke(cli.idem, [command], obj=obj, prog_name="celery idem")
+    assert result.exit_code == 2
+    assert f"no app was named: celery -A <app> idem {command}" in result.stderr
+    with_help = CliRunner().invoke(cli.idem, [command, "--help"], obj=obj, prog_name="celery idem")
+    assert with_help.exit_code == 0
+
+
 def test_check_tells_of_a_task_whose_key_names_no_argument(shell: Shell) -> None:
     shell.app.task(name="shop.wrong", base=IdempotentTask, shared=False, key="{nothing}")(mail)
     result = shell("check", exit_code=1)

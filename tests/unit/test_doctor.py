@@ -134,6 +134,12 @@ RULES = [
     ("mode", "hint", Shop({"idempotency_mode": "off"}), [Shop()]),
     ("mode", "hint", Shop({"idempotency_mode": "observe"}), [Shop()]),
     ("nothing-on", "risk", Shop(taskless=True), [Shop()]),
+    (
+        "unread-setting",
+        "risk",
+        Shop({"IDEMPOTENCY_TTL": 3}),
+        [Shop({"idempotency_ttl": 7200}), Shop({"IDEMPOTENCY_X": 3})],
+    ),
     ("idle-pattern", "risk", Shop({**LATE, **PATTERNS}, plain=True), [Shop({**LATE}, plain=True)]),
     ("no-switch", "risk", Shop({"idempotency_tasks": ["shop.*"]}), [Shop()]),
     (
@@ -433,6 +439,17 @@ RULES = [
         Shop({"beat_schedule": {"gone": {"task": "shop.chrage", "schedule": 60.0}}}),
         [Shop(beat()), Shop({"beat_schedule": {"own": {"task": "celery.backend_cleanup", "schedule": 60.0}}})],
     ),
+    (
+        "verify-takes-other-arguments",
+        "fault",
+        Shop(policy=Policy(verify=lambda: None)),
+        [
+            Shop(policy=Policy(verify=lambda order_id=0, amount=0: None)),
+            Shop(policy=Policy(verify=lambda *a, **k: None)),
+        ],
+    ),
+    ("verify-takes-other-arguments", "fault", Shop(policy=Policy(verify=lambda order_id, amount: None)), [Shop()]),
+    ("verify-takes-other-arguments", "risk", Shop(policy=Policy(verify=lambda a=0, b=0: None)), [Shop()]),
     (
         "countdown-longer-than-visibility",
         "risk",

@@ -410,10 +410,10 @@ def test_a_key_part_with_no_form_is_named() -> None:
         ([], "an empty list"),
         ([1], "key names 1"),
         (["a", ""], "key names ''"),
-        (None, "key is a NoneType"),
-        (5, "key is a int"),
-        ({"a"}, "key is a set"),
-        (str, "key is a type"),
+        (None, "key is of type NoneType"),
+        (5, "key is of type int"),
+        ({"a"}, "key is of type set"),
+        (str, "key is of type type"),
     ],
 )
 def test_a_source_that_names_nothing_is_refused(spec: object, said: str) -> None:

@@ -629,7 +629,7 @@ def test_an_idempotent_task_is_switched_off_by_a_glob_and_gets_its_options(make_
     ("given", "text"),
     [
         ({"a": {"kye": "x"}}, r"idempotency_tasks\['a'\] names 'kye'.*'key'"),
-        ({"a": {"ttl": -1}}, r"ttl"),
+        ({"a": {"ttl": -1}}, r"idempotency_tasks\['a'\]: Policy\(ttl=…\) = -1: must be at least 0"),
         ({"a": False}, r'switches nothing on: add "\*": True'),
         ({"a": 1}, "must map globs"),
         ("billing.*", "must map globs"),

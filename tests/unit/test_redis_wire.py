@@ -28,6 +28,7 @@ REFUSALS = [
     (exceptions.ResponseError("Error running script: @user_script: 9: -OOM command not allowed"), "OOM"),
     (exceptions.ResponseError("Protocol error: unauthenticated multibulk length"), "NOAUTH"),
     (exceptions.ConnectionError("max number of clients reached"), "REFUSED"),
+    (exceptions.ResponseError("DB index is out of range"), "REFUSED"),
 ]
 
 

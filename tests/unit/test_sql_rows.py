@@ -211,6 +211,13 @@ def test_whether_the_write_may_have_landed(error: Exception, name: str, landed: 
     assert again.may_have_landed
 
 
+def test_a_file_that_cannot_be_opened_sends_one_to_its_directory_and_not_to_a_server() -> None:
+    said = str(translated(sqlite3.OperationalError("unable to open database file"), "sqlite", writes=True))
+    assert "check that its directory is there" in said
+    assert "idempotency_store" in said
+    assert "it runs" not in said
+
+
 def test_a_row_is_the_same_where_revision_and_token_are() -> None:
     record = Record("k", State.CLAIMED, "m", 1, "M", 0, 1)
     row = rows.Row(record, 5, {})

@@ -1012,6 +1012,14 @@ def test_a_serializer_nobody_could_read_back_stops_the_worker(make_shop: Any) ->
         runtime_of(shop.app).check()
 
 
+def test_a_serializer_kombu_does_not_know_stops_the_worker_and_the_known_ones_are_told(make_shop: Any) -> None:
+    shop = make_shop(idempotency_serializer="jsn")
+    charge_task(shop)
+    shop.app.finalize()
+    with pytest.raises(ConfigurationError, match=r"task .*: kombu has no serializer 'jsn': name one of json, "):
+        runtime_of(shop.app).check()
+
+
 # --- the class ------------------------------------------------------------------------------------
 
 

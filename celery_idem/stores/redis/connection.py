@@ -178,7 +178,8 @@ def settings_of(url: str) -> Settings:
         port = parts.port
     except ValueError:
         raise ConfigurationError(
-            "idempotency_store: the redis URL cannot be read; percent-encode special characters in its password"
+            "idempotency_store: the redis URL cannot be read: write its port as a number up to 65535, and "
+            "percent-encode special characters in its password"
         ) from None
     settings: Settings = {}
     for name, value in (("username", parts.username), ("password", parts.password)):
@@ -265,5 +266,6 @@ def _try(new_pool: Callable[[], Any]) -> None:
         pool.connection_class(**pool.connection_kwargs)
     except (TypeError, ValueError, redis.RedisError) as error:
         raise ConfigurationError(
-            f"idempotency_store_options: redis-py {redis.__version__} does not take them ({error})"
+            f"idempotency_store_options: redis-py {redis.__version__} does not take them ({error}): correct or remove "
+            "what it names"
         ) from None

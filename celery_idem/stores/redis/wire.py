@@ -35,7 +35,7 @@ _CODES = {
 }
 _REFUSED = re.compile(
     r"\b(LOADING|READONLY|OOM|MISCONF|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|MOVED|ASK|TRYAGAIN|CROSSSLOT|NOAUTH|NOPERM"
-    r"|WRONGPASS|BUSY|WRONGTYPE|NOPROTO)\b|max number of clients reached"
+    r"|WRONGPASS|BUSY|WRONGTYPE|NOPROTO)\b|max number of clients reached|DB index is out of range"
 )
 CREDENTIALS = frozenset({"NOAUTH", "NOPERM", "WRONGPASS"})
 _NEXT_STEP = {

@@ -15,6 +15,7 @@ _TRY_AGAIN = frozenset({"40001", "40P01"})
 _NO_SCHEMA = frozenset({"42P01", "42703", "3F000"})
 _BUSY = ("database is locked", "database table is locked", "database schema is locked")
 _NO_SQLITE_SCHEMA = ("no such table", "no such column", "has no column named")
+_NO_FILE = "check that its directory is there, that this user may write into it, and that"
 _NOT_WRITTEN = ("readonly", "read-only", "unable to open", "database or disk is full", *_BUSY)
 
 
@@ -71,8 +72,9 @@ def no_schema(why: object) -> NoSchema:
 
 def unavailable(name: str, why: object, *, landed: bool) -> StoreUnavailable:
     """The error for no answer; ``landed`` is whether the write may be there."""
+    step = _NO_FILE if name == "sqlite" and "unable to open" in str(why) else "check that it runs and that"
     return StoreUnavailable(
-        f"the {name} store gave no answer ({_line(why)}): check that it runs and that idempotency_store names it",
+        f"the {name} store gave no answer ({_line(why)}): {step} idempotency_store names it",
         may_have_landed=landed,
     )
 
