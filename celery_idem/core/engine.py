@@ -39,7 +39,6 @@ from celery_idem.core.records import (
 )
 from celery_idem.core.replay import replayed
 from celery_idem.core.run import Body, Ending, Run, call
-from celery_idem.core.values import replace
 from celery_idem.errors import (
     ConfigurationError,
     RecordCorrupt,
@@ -292,10 +291,7 @@ class Engine:
         lease, ttl = self.policy.lease, self.policy.ttl
 
         def claim() -> Decision:
-            for late, outcome in self.heartbeat.waiting(operation.key):  # or this copy would run what has run here
-                ended = self.store.complete(late, outcome)
-                if ended is Ended.COMPLETED and late.operation.delivery.continues:
-                    self.heartbeat.add(replace(late, right=True), lambda: None)
+            self.heartbeat.catch_up(operation.key, self.store)  # or this copy would run what has run, or runs, here
             attempt.since = time.monotonic()
             return self.store.claim(operation, lease=lease, ttl=ttl, dead_fence=dead_fence)
 

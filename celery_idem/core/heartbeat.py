@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
+from celery_idem.core.decide import kept
 from celery_idem.core.events import Emitter, EventName
 from celery_idem.core.records import Claim, Ended, Operation, Outcome, Release, Renewal, Successor
 from celery_idem.core.threads import Bell, original, start_thread, way_back
+from celery_idem.core.values import replace
 from celery_idem.errors import StoreError, StoreUnavailable
 from celery_idem.interrupt import soft_limit_held
 from celery_idem.stores.base import Store
@@ -43,13 +46,18 @@ class _Lease:
     since: float
     """When it was last confirmed: what got no answer moves only ``due``."""
 
+    def overdue(self) -> bool:
+        """Whether nobody has confirmed it for its whole length, so that it may have lapsed."""
+        return time.monotonic() > self.since + self.claim.lease
+
 
 @dataclass(slots=True, eq=False)
 class _Leftover:
     """A claim whose end got no answer."""
 
     claim: Claim
-    end: Callable[[], object]
+    say: Callable[[Store], Ended]
+    """Its end, said to a store."""
     until: float
     outcome: Outcome | None = None
     told: bool = True
@@ -83,6 +91,8 @@ class Heartbeat:
         self._join: Callable[[], object] | None = None
         self._back = way_back()
         self._wakes_at = float("inf")
+        self._unanswered = False
+        """Whether the last renewals got no answer."""
         self._nap = float("inf")
         self._stopping = False
         self._purges_at = time.monotonic() + random.uniform(PURGE_EVERY / 3, PURGE_EVERY)  # noqa: S311
@@ -103,28 +113,36 @@ class Heartbeat:
             self._wake_by(lease.due)
 
     def release_later(self, claim: Claim, reason: Release, successor: Successor | None = None) -> None:
-        """Give this claim back when the store answers again, or let it lapse within its lease."""
-        end = partial(self._store.release, claim, reason, successor=successor)
-        self._later(_Leftover(claim, end, time.monotonic() + claim.lease))
+        """Give this claim back when the store answers again, or let it lapse within its lease.
+
+        What a copy has to know, that this attempt has ended, does not lapse with the lease.
+        """
+        say: Callable[[Store], Ended] = methodcaller("release", claim, reason, successor=successor)
+        ended = reason in {Release.ENDED, Release.RETRY}
+        self._later(_Leftover(claim, say, time.monotonic() + (kept(claim.ttl) if ended else claim.lease)))
 
     def complete_later(self, claim: Claim, outcome: Outcome) -> None:
         """Record this outcome when the store answers again, unless another has the key by then.
 
         Where the message continues, not before ``told``.
         """
-        end, waits = partial(self._store.complete, claim, outcome), claim.operation.delivery.continues
-        self._later(_Leftover(claim, end, time.monotonic() + claim.ttl, outcome, told=not waits))
+        say: Callable[[Store], Ended] = methodcaller("complete", claim, outcome)
+        waits = claim.operation.delivery.continues
+        self._later(_Leftover(claim, say, time.monotonic() + claim.ttl, outcome, told=not waits))
 
-    def waiting(self, key: str) -> list[tuple[Claim, Outcome]]:
-        """The outcomes of this key that are still to be recorded.
-
-        Who records one whose links are not all published adds the right to continue that comes with it.
-        """
-        if not self._leftovers or self._pid != os.getpid():
-            return []
+    def catch_up(self, key: str, store: Store) -> None:
+        """Say to the store, for a copy that asks now, what this process knows of the key and could not say yet."""
+        if self._pid != os.getpid() or not (self._leftovers or self._unanswered or self._wakes_at < time.monotonic()):
+            return
         with self._mutex:
             left = [left for left in self._leftovers if left.claim.key == key]
-        return [(each.claim, each.outcome) for each in left if each.outcome is not None]
+            live = [lease for lease in self._leases.values() if lease.claim.key == key and lease.overdue()]
+        for each in left:
+            ended = each.say(store)
+            if ended is Ended.COMPLETED and each.claim.operation.delivery.continues:
+                self.add(replace(each.claim, right=True), lambda: None)  # until its links are told of
+        if live:  # or the copy would take it from a body that is alive
+            store.renew([lease.claim for lease in live])
 
     def told(self, token: str, *, published: bool) -> None:
         """What became of the links of a message whose outcome is still to be recorded."""
@@ -134,14 +152,8 @@ class Heartbeat:
             for left in self._leftovers:
                 if left.claim.token == token and not left.told:
                     left.told = True
-                    if published and left.outcome is not None:
-                        left.end = partial(self._complete_and_settle, left.claim, left.outcome)
-
-    def _complete_and_settle(self, claim: Claim, outcome: Outcome) -> Ended:
-        ended = self._store.complete(claim, outcome)
-        if ended is Ended.COMPLETED:
-            self._store.settle(claim.key, claim.operation.delivery.message_id)
-        return ended
+                    if published:
+                        left.say = partial(_said_and_settled, left.say, left.claim)
 
     def _later(self, leftover: _Leftover) -> None:
         if self._pid != os.getpid():
@@ -168,7 +180,7 @@ class Heartbeat:
     def overdue(self, token: str) -> bool:
         """Whether nobody has confirmed this lease for its whole length, so that it may have lapsed."""
         lease = self._leases.get(token) if self._pid == os.getpid() else None
-        return lease is not None and time.monotonic() > lease.since + lease.claim.lease
+        return lease is not None and lease.overdue()
 
     def held(self, token: str) -> Claim | None:
         """The claim or right this process keeps alive under the token, if any."""
@@ -243,9 +255,11 @@ class Heartbeat:
             for lease in due:
                 lease.due = time.monotonic() + min(RETRY_AFTER, lease.claim.lease / 6)
                 self._tell(EventName.RENEW_FAILED, lease.claim.operation, fence=lease.claim.fence, error=str(error))
+            self._unanswered = True
             if isinstance(error, StoreError):
                 return
             raise
+        self._unanswered = False
         for lease in due:
             answer = answers.get(lease.claim.token, Renewal.BUSY)
             if answer is Renewal.LOST:
@@ -270,7 +284,7 @@ class Heartbeat:
             if not last and self._renewal_due():
                 return
             try:
-                ended = left.end()
+                ended = left.say(self._store)
             except StoreUnavailable:
                 raise  # all stay for later
             except Exception as error:  # noqa: BLE001  this one alone cannot be ended
@@ -280,7 +294,7 @@ class Heartbeat:
                     self._say_late(left.claim, ended)
             with self._mutex:
                 self._leftovers.remove(left)
-            self.discard(left.claim)  # the right that came with an outcome recorded meanwhile: see ``waiting``
+            self.discard(left.claim)  # the right that came with an outcome recorded meanwhile: see ``catch_up``
 
     def _renewal_due(self) -> bool:
         with self._mutex:
@@ -293,7 +307,7 @@ class Heartbeat:
                 text = "the outcome of key %s was never recorded, and a later duplicate runs again: the store is away"
                 self._back(partial(logger.warning, text, left.claim.key))
 
-    def _say_late(self, claim: Claim, ended: object) -> None:
+    def _say_late(self, claim: Claim, ended: Ended) -> None:
         if ended is Ended.COMPLETED:
             self._tell(EventName.COMPLETED_LATE, claim.operation, fence=claim.fence)
         else:
@@ -306,3 +320,10 @@ class Heartbeat:
         if not lease.claim.right:
             self._tell(EventName.LEASE_LOST, lease.claim.operation, fence=lease.claim.fence)
         lease.on_lost()
+
+
+def _said_and_settled(say: Callable[[Store], Ended], claim: Claim, store: Store) -> Ended:
+    ended = say(store)
+    if ended is Ended.COMPLETED:
+        store.settle(claim.key, claim.operation.delivery.message_id)
+    return ended

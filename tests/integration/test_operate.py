@@ -292,13 +292,6 @@ def test_a_table_that_is_away_for_a_while_is_an_outage_and_fails_no_task(
         assert (len(till.runs(1)), len(till.runs(2))) == (1, 1)
 
 
-@pytest.mark.postgres
-def test_no_worker_starts_on_a_store_without_its_table(make: Any, postgres_server: PostgresServer) -> None:
-    worker = make(store=postgres_server.create_database()).worker()
-    with pytest.raises(AssertionError, match="celery -A <app> idem init"):
-        worker.start()
-
-
 def test_after_a_failover_that_lost_writes_a_claim_is_restored_and_a_completion_is_not(make: Any) -> None:
     till = make(idempotency_lease=3.0, idempotency_store_timeout=1.0)
     url = till.app.conf.idempotency_store

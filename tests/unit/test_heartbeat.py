@@ -14,7 +14,7 @@ import pytest
 
 from celery_idem.core.events import Emitter
 from celery_idem.core.heartbeat import Heartbeat
-from celery_idem.core.records import Claim, Delivery, Kind, Operation, Outcome, Release, State
+from celery_idem.core.records import Answer, Claim, Delivery, Kind, Operation, Outcome, Release, State
 from celery_idem.core.threads import Bell, start_thread
 from celery_idem.errors import StoreUnavailable
 from celery_idem.stores.memory import MemoryStore
@@ -345,3 +345,39 @@ def test_the_end_of_a_process_says_what_was_never_recorded(caplog: Any) -> None:
     heartbeat.complete_later(claimed(store, "a", 60), Outcome(Kind.IGNORED))
     heartbeat.stop()
     assert f"the outcome of key {'a' * 64} was never recorded" in caplog.text
+
+
+def asked(store: Any, name: str, message: str) -> Answer:
+    """What a copy of this key hears."""
+    return store.claim(Operation(name * 64, Delivery(message), message * 32), lease=60, ttl=60).answer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("caught_up", [True, False])
+def test_a_live_body_keeps_its_key_from_a_copy_of_its_process_when_the_store_is_back(caught_up: bool) -> None:
+    """The copy asks as often as the renewal thread, and would take the key for a dead one's."""
+    now = 1000.0
+    store = MemoryStore(clock=lambda: now)
+    heartbeat = Heartbeat(store, Emitter(), purge=False)
+    heartbeat._wake_by = lambda moment: None  # type: ignore[method-assign]
+    heartbeat.add(claimed(store, "a", 60), lambda: None, since=time.monotonic() - 61)
+    heartbeat._unanswered = True
+    now += 61
+    if caught_up:
+        heartbeat.catch_up("a" * 64, store)
+    assert asked(store, "a", "N") is (Answer.HELD if caught_up else Answer.RECLAIMED)
+
+
+def test_an_attempt_that_was_told_over_stays_over_however_long_the_store_is_away() -> None:
+    now = 1000.0
+    store = MemoryStore(clock=lambda: now)
+    heartbeat = Heartbeat(store, Emitter(), purge=False)
+    heartbeat._wake_by = lambda moment: None  # type: ignore[method-assign]
+    claim = store.claim(Operation("a" * 64, Delivery("M"), "a" * 32), lease=60, ttl=600).claim
+    assert claim is not None
+    heartbeat.release_later(claim, Release.ENDED)
+    heartbeat.release_later(claimed(store, "b", 60), Release.YIELDED)
+    kept, lapses = heartbeat._leftovers
+    assert kept.until - lapses.until > 500
+    now += 61
+    heartbeat.catch_up("a" * 64, store)
+    assert asked(store, "a", "M") is Answer.OVER

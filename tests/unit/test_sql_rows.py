@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from celery_idem.core.codec import Encoded
-from celery_idem.core.records import Answer, Kind, Note, Outcome, Record, Right, State
+from celery_idem.core.records import RECORD_VERSION, Answer, Kind, Note, Outcome, Record, Right, State
 from celery_idem.errors import ConfigurationError, RecordCorrupt, StoreUnavailable
 from celery_idem.stores.sql import rows
 from celery_idem.stores.sql.failures import Again, Locked, NoSchema, translated
@@ -128,6 +128,10 @@ def test_fields_of_a_newer_release_are_kept() -> None:
         ("outcome", "NONSENSE"),
         ("outcome", "N" * 50_000),
         ("record_version", "garbage"),
+        ("lease_expires_at", float("nan")),  # lapsed and not lapsed: PostgreSQL keeps it too
+        ("expires_at", float("inf")),
+        ("notes", '{"m": {"at": NaN}}'),
+        ("notes", '{"m": {"successor": {"generation": 1, "until": Infinity}}}'),
     ],
 )
 def test_a_row_that_makes_no_sense(column: str, value: Any) -> None:
@@ -147,6 +151,15 @@ def test_a_body_that_is_a_number_takes_no_memory(body: Any) -> None:
     assert rows.read_row(values).record.outcome == outcome
     values[COLUMNS.index("body")] = body
     with pytest.raises(RecordCorrupt, match="bytes belong"):
+        rows.read_row(values)
+
+
+@pytest.mark.parametrize(("column", "value"), [("fence", "garbage"), ("fence", None), ("rev", "x"), ("rev", 1e999)])
+def test_a_row_of_a_newer_release_whose_numbers_make_no_sense(column: str, value: Any) -> None:
+    values = as_stored(Record("k", State.CLAIMED, "t", 1, "m", 0, 1, record_version=RECORD_VERSION + 1))
+    values[COLUMNS.index("state")] = "SLEEPING"
+    values[COLUMNS.index(column)] = value
+    with pytest.raises(RecordCorrupt, match="idem forget k`"):
         rows.read_row(values)
 
 

@@ -6,7 +6,9 @@ that makes no sense is ``RecordCorrupt``; a body that makes no sense is the code
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,11 +52,16 @@ def read_row(values: Sequence[Any]) -> Row:
     """Read one row, its values in the order of ``COLUMNS``; ``RecordCorrupt`` if it makes no sense."""
     version = values[25]
     try:
-        return _row(values)
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         if isinstance(version, int) and version > RECORD_VERSION:
+            with contextlib.suppress(*_SENSELESS):
+                return _row(values)
             return _newer(values)
+        return _row(values)
+    except _SENSELESS as error:
         raise corrupt(str(values[0]), f"{type(error).__name__}: {error}") from error
+
+
+_SENSELESS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def _row(values: Sequence[Any]) -> Row:
@@ -77,10 +84,10 @@ def _row(values: Sequence[Any]) -> Row:
         scope=_text(values[12]),
         fingerprint=_text(values[13]),
         holder=_text(values[14]),
-        claimed_at=float(values[15]),
-        lease_expires_at=float(values[16]),
-        completed_at=None if completed_at is None else float(completed_at),
-        expires_at=float(values[18]),
+        claimed_at=_time(values[15]),
+        lease_expires_at=_time(values[16]),
+        completed_at=None if completed_at is None else _time(completed_at),
+        expires_at=_time(values[18]),
         outcome=None if values[19] is None else _outcome(values[19:24]),
         notes={message_id: _note(note) for message_id, note in stored.items()} if stored else {},
         record_version=_number(values[25], 31),
@@ -108,6 +115,13 @@ def _number(value: Any, bits: int) -> int:
     return number
 
 
+def _time(value: Any) -> float:
+    moment = float(value)
+    if not math.isfinite(moment):  # it compares with nothing, and a claim would be anybody's
+        raise ValueError(f"{moment} where a time belongs")
+    return moment
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{type(value).__name__} where text belongs")
@@ -128,13 +142,13 @@ def _note(stored: Mapping[str, Any]) -> Note:
     successor, parked, right = stored.get("successor"), stored.get("parked"), stored.get("continuing")
     return Note(
         over=int(stored.get("over", -1)),
-        successor=None if successor is None else (int(successor["generation"]), float(successor["until"])),
+        successor=None if successor is None else (int(successor["generation"]), _time(successor["until"])),
         parked=None if parked is None else (int(parked[0]), int(parked[1])),
         continuing=None
         if right is None
-        else Right(_text(right["token"]), int(right["fence"]), _text(right["holder"]), float(right["until"])),
+        else Right(_text(right["token"]), int(right["fence"]), _text(right["holder"]), _time(right["until"])),
         settled=bool(stored.get("settled", False)),
-        at=float(stored.get("at", 0.0)),
+        at=_time(stored.get("at", 0.0)),
     )
 
 
