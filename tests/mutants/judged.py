@@ -26,7 +26,12 @@ KINDS = (
     ),
     (
         r"NumberReplacer",
-        r"_number\(values\[\d+\], +6[24]\)",
+        r"^((store_)?timeout: float|limit: int) = [\d.]+,$",
+        "how long a verb lasts, and how many records it yields, where nobody says is a choice",
+    ),
+    (
+        r"NumberReplacer",
+        r"_number\(values\[\d+\], +(6[24]|3[02])\)",
         "from how many bits on a number counts as damage; no number of a record comes near",
     ),
     (

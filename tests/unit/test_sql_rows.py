@@ -13,12 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from celery_idem.core import decide
 from celery_idem.core.codec import Encoded
 from celery_idem.core.records import RECORD_VERSION, Answer, Kind, Note, Outcome, Record, Right, State
 from celery_idem.errors import ConfigurationError, RecordCorrupt, StoreUnavailable
 from celery_idem.stores.sql import rows
 from celery_idem.stores.sql.failures import Again, Locked, NoSchema, translated
 from celery_idem.stores.sql.schema import COLUMNS
+from tests.support.operations import op
 
 any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
@@ -88,6 +90,11 @@ def test_times_the_database_fills_in(before: dict[str, Note], message_id: str, n
     filled = filled.replace('"until":"@then"', f'"until":{now + params["then"]!r}')
     expected = replace(note, at=now, continuing=Right("t", 1, spoof, now + offset))
     assert json.loads(filled) == rows.store_notes({**before, message_id: expected}, {})
+
+
+def test_a_first_claim_carries_its_notes() -> None:
+    fresh = decide.first_claim(op(message="M", generation=2), now=0.0, lease=10, ttl=10)
+    assert json.loads(rows.fresh_values(fresh)["new_notes"]) == {"M": {"over": 1, "at": "@now"}}
 
 
 def test_fields_of_a_newer_release_are_kept() -> None:
