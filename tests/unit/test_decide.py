@@ -639,9 +639,11 @@ def test_complete_again_by_the_same_token_succeeds_and_changes_nothing() -> None
     assert decide_complete(written, claim, result(b"other"), now=NOW + 2) == (Ended.COMPLETED, None)
 
 
-def test_complete_of_a_vanished_record_is_remembered() -> None:
+@pytest.mark.parametrize("left", [None, *(record(state, expires_at=NOW) for state in State)])
+@pytest.mark.parametrize("later", [0, 1])
+def test_complete_of_a_vanished_record_is_remembered(left: Record | None, later: int) -> None:
     claim, _ = held(generation=2)
-    ended, written = decide_complete(None, claim, result(), now=NOW + 1)
+    ended, written = decide_complete(left, claim, result(), now=NOW + later)
     assert ended is Ended.COMPLETED
     assert written is not None
     assert (written.fence, written.token, written.note("M").over) == (claim.fence, claim.token, 1)
