@@ -21,7 +21,7 @@ KINDS = (
     ),
     (
         r"NumberReplacer|ReplaceUnaryOperator_\w+",
-        r"^(PAUSES|POLLS) = |(PAUSES|POLLS)\[",
+        r"^(PAUSES = |POLLS = (?!.*-))|(PAUSES|POLLS)\[",
         "how long to pause between two asks is a choice, and no promise hangs on it",
     ),
     (

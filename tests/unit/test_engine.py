@@ -156,7 +156,7 @@ def test_another_fingerprint_is_a_mismatch_and_does_not_run(bench: Any) -> None:
 
 
 def test_a_held_key_is_a_conflict_after_the_wait(bench: Any) -> None:
-    b = bench(Policy(wait_timeout=0.05))
+    b = bench(Policy(wait_timeout=0.6))  # longer than all the pauses between two looks
     held = b.store.claim(op(message="M", holder="elsewhere"), lease=60, ttl=60).claim
     result = b.engine.run(op(message="N"), b.body())
     assert result.status is Status.CONFLICT
