@@ -280,21 +280,31 @@ class Heartbeat:
             now = time.monotonic()
             self._leftovers = [left for left in self._leftovers if left.until > now]
             ready = [left for left in self._leftovers if last or left.told]
+        silent: StoreUnavailable | None = None
         for left in sorted(ready, key=lambda left: left.outcome is None):
             if not last and self._renewal_due():
                 return
             try:
                 ended = left.say(self._store)
-            except StoreUnavailable:
-                raise  # all stay for later
+            except StoreUnavailable as error:  # it alone where its row is locked; all of them where two in a row are
+                with self._mutex:
+                    self._leftovers.remove(left)
+                    self._leftovers.append(left)
+                if silent is not None:
+                    raise
+                silent = error
+                continue
             except Exception as error:  # noqa: BLE001  this one alone cannot be ended
                 self._back(partial(logger.warning, "a claim of %s was not ended: %s", left.claim.key, error))
             else:
                 if left.outcome is not None:
                     self._say_late(left.claim, ended)
+            silent = None
             with self._mutex:
                 self._leftovers.remove(left)
             self.discard(left.claim)  # the right that came with an outcome recorded meanwhile: see ``catch_up``
+        if silent is not None:
+            raise silent
 
     def _renewal_due(self) -> bool:
         with self._mutex:

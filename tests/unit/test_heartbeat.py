@@ -303,6 +303,32 @@ def test_outcomes_that_wait_keep_no_lease_from_being_renewed() -> None:
     assert store.ended == ["complete b", "complete c", "release a"], "what is told before what lapses by itself"
 
 
+def test_a_record_that_stays_locked_keeps_no_other_outcome_waiting() -> None:
+    store = Slow()
+    heartbeat = Heartbeat(store, Emitter(), purge=False)
+    heartbeat._wake_by = lambda moment: None  # type: ignore[method-assign]
+    for name in "abc":
+        heartbeat.complete_later(claimed(store, name, 60), Outcome(Kind.IGNORED))
+
+    def meanwhile() -> None:
+        if store.ended[-1] == "complete a" or away:
+            raise StoreUnavailable("locked")
+
+    away = False
+    store.meanwhile = meanwhile
+    heartbeat._work([], time.monotonic())
+    assert store.ended == ["complete a", "complete b", "complete c"]
+    assert [left.claim.token[0] for left in heartbeat._leftovers] == ["a"]
+    for name in "de":
+        heartbeat.complete_later(claimed(store, name, 60), Outcome(Kind.IGNORED))
+    away = True
+    heartbeat._work([], time.monotonic())
+    assert store.ended[3:] == ["complete a", "complete d"], "two in a row: the store itself is away"
+    away = False
+    heartbeat._work([], time.monotonic())
+    assert store.ended[5:] == ["complete e", "complete a", "complete d"]
+
+
 def test_a_renewal_that_fails_in_an_unknown_way_is_tried_a_little_later_and_holds_nothing_up(caplog: Any) -> None:
     store = Slow()
     heartbeat = Heartbeat(store, Emitter(), purge=False)
