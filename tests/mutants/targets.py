@@ -66,6 +66,7 @@ TARGETS = (
             "tests/unit/test_engine.py",
             "tests/unit/test_task.py",
             "tests/unit/test_transaction.py",
+            "tests/contract/test_sql_transaction.py::test_a_begin_without_an_answer_is_an_outage_and_not_the_bodys_failure",
             "tests/unit/test_soft_limits.py",
         ),
         40,
