@@ -22,6 +22,7 @@ from celery_idem import (
     StoreUnavailable,
     current,
 )
+from celery_idem.core.engine import new_token
 from celery_idem.core.events import Emitter, Event, EventName
 from celery_idem.core.heartbeat import Heartbeat
 from celery_idem.core.local_cache import LocalCache
@@ -121,6 +122,12 @@ def test_the_first_run_executes_and_every_duplicate_replays_its_value(bench: Any
     assert type(first.value) is type(again.value)
     assert b.runs == 1
     assert b.terminal() == ["NEW", "REPLAYED"]
+
+
+def test_a_token_is_128_bits_and_never_the_same() -> None:
+    tokens = {new_token() for _ in range(100)}
+    assert len(tokens) == 100
+    assert all(len(bytes.fromhex(token)) == 16 for token in tokens)
 
 
 def test_a_first_run_hands_on_its_own_value_and_a_replay_what_json_made_of_it(bench: Any) -> None:
