@@ -409,6 +409,27 @@ def test_verify_is_asked_once_beyond_the_cap_and_then_no_more(bench: Any, cap: i
         assert asked == questions
 
 
+def test_a_lease_that_was_lost_around_a_verify_is_not_this_runs(bench: Any) -> None:
+    def verify(_: Any) -> None:
+        raise LeaseLost
+
+    b = bench()
+    lapse(b)
+    with pytest.raises(LeaseLost):
+        b.engine.attempt(op(), b.body(), verify=verify)
+    assert (b.runs, b.record().state, len(b.heartbeat)) == (0, State.RELEASED, 0)
+
+
+def test_a_claim_that_cannot_be_ended_is_renewed_no_more(bench: Any) -> None:
+    def ending(*_: Any) -> Ending:
+        raise ZeroDivisionError
+
+    b = bench()
+    with pytest.raises(ZeroDivisionError):
+        b.engine.attempt(op(), b.body(), ending=ending)
+    assert (b.runs, b.record().state, len(b.heartbeat)) == (1, State.CLAIMED, 0)
+
+
 # --- the store does not answer --------------------------------------------------------------------
 
 
