@@ -13,7 +13,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
@@ -128,7 +128,7 @@ class Heartbeat:
         """
         say: Callable[[Store], Ended] = methodcaller("complete", claim, outcome)
         waits = claim.operation.delivery.continues
-        self._later(_Leftover(claim, say, time.monotonic() + claim.ttl, outcome, told=not waits))
+        self._later(_Leftover(claim, say, time.monotonic() + kept(claim.ttl), outcome, told=not waits))
 
     def catch_up(self, key: str, store: Store) -> None:
         """Say to the store, for a copy that asks now, what this process knows of the key and could not say yet."""
@@ -221,7 +221,7 @@ class Heartbeat:
                 self._work(due, now)
         if self._leftovers:
             self._try(partial(self._give_back, last=True))
-            self._say_dropped()
+            self._say_dropped(self._leftovers)
         if self._closes:
             self._store.close()
 
@@ -278,6 +278,7 @@ class Heartbeat:
         """
         with self._mutex:
             now = time.monotonic()
+            self._say_dropped([left for left in self._leftovers if left.until <= now])
             self._leftovers = [left for left in self._leftovers if left.until > now]
             ready = [left for left in self._leftovers if last or left.told]
         silent: StoreUnavailable | None = None
@@ -311,8 +312,8 @@ class Heartbeat:
             now = time.monotonic()
             return any(lease.due <= now for lease in self._leases.values())
 
-    def _say_dropped(self) -> None:
-        for left in self._leftovers:
+    def _say_dropped(self, dropped: Sequence[_Leftover]) -> None:
+        for left in dropped:
             if left.outcome is not None:
                 text = "the outcome of key %s was never recorded, and a later duplicate runs again: the store is away"
                 self._back(partial(logger.warning, text, left.claim.key))

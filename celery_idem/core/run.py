@@ -213,6 +213,7 @@ class Run:
         ended = self._record(Outcome(kind, encoded))
         if not self.observe and (ended is Ended.LOST or (ended is None and self.lost)):
             # Where the completion got no answer, the renewal thread may have heard meanwhile that the key is another's.
+            engine.heartbeat.told(self.claim.token, published=False)  # by this run, which is none
             return RunResult(Status.LEASE_LOST, decision=self.decision)
         right = None
         if ended is Ended.COMPLETED and self.operation.delivery.continues:

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg2
 import pytest
 
-from celery_idem.errors import ConfigurationError
+from celery_idem.errors import ConfigurationError, StoreUnavailable
 from celery_idem.governed import ACTION_STATES, ALLOWED_TRANSITIONS, SQLActionStore
 from celery_idem.governed.sql import schema
 from tests.contract.sql_help import forked
@@ -266,8 +266,11 @@ def test_missing_tables_are_told_with_the_command_that_makes_them_and_a_file_mak
         store.list_dead_letters,
     ]
     for call in calls:
-        with pytest.raises(ConfigurationError, match=r"tables of governed actions.* `celery -A <app> governed init`"):
+        with pytest.raises(
+            ConfigurationError, match=r"tables of governed actions.* `celery -A <app> governed init`"
+        ) as caught:
             call()
+        assert isinstance(caught.value, StoreUnavailable), "a step that runs tries again"
     store.create_schema()
     assert lease_anything(store) is None
 

@@ -371,6 +371,23 @@ def test_the_end_of_a_process_says_what_was_never_recorded(caplog: Any) -> None:
     heartbeat.complete_later(claimed(store, "a", 60), Outcome(Kind.IGNORED))
     heartbeat.stop()
     assert f"the outcome of key {'a' * 64} was never recorded" in caplog.text
+    heartbeat.complete_later(claimed(store, "b", 60), Outcome(Kind.IGNORED))
+    heartbeat._leftovers[-1].until = 0.0
+    heartbeat._work([], time.monotonic())
+    assert f"the outcome of key {'b' * 64} was never recorded" in caplog.text
+    heartbeat.stop()
+
+
+def test_an_outcome_that_nothing_is_kept_of_waits_for_its_store_too() -> None:
+    heartbeat = Heartbeat(MemoryStore(), Emitter(), purge=False)
+    heartbeat._wake_by = lambda moment: None  # type: ignore[method-assign]
+    claim = heartbeat._store.claim(Operation("a" * 64, Delivery("M"), "a" * 32), lease=60, ttl=0).claim
+    assert claim is not None
+    heartbeat.complete_later(claim, Outcome(Kind.IGNORED))
+    heartbeat._work([], time.monotonic())
+    record = heartbeat._store.get(claim.key)
+    assert record is not None
+    assert record.state is State.COMPLETED
 
 
 def asked(store: Any, name: str, message: str) -> Answer:

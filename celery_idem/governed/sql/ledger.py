@@ -21,7 +21,7 @@ from celery_idem.governed.sql import schema
 from celery_idem.governed.sql.transaction import Transaction
 from celery_idem.stores.sql.call import Call
 from celery_idem.stores.sql.database import Database
-from celery_idem.stores.sql.failures import Again, Locked, NoSchema, is_driver_error
+from celery_idem.stores.sql.failures import Again, Locked, NoSchema, Refused, is_driver_error
 
 logger = logging.getLogger("celery_idem")
 T = TypeVar("T")
@@ -72,14 +72,15 @@ class Ledger:
                 time.sleep(random.uniform(0.001, 0.02))  # noqa: S311
             except NoSchema as error:
                 if made or not self.sqlite:
-                    raise ConfigurationError(
+                    raise Refused(
                         f"the tables of governed actions are missing or too old: run `{schema.INIT}`, or call "
                         "create_schema()"
                     ) from error
                 made = True
                 self.create_schema()
             except ConfigurationError as error:
-                raise ConfigurationError(_in_our_words(error)) from error
+                kind = Refused if isinstance(error, Refused) else ConfigurationError
+                raise kind(_in_our_words(error)) from error
             except StoreUnavailable as error:
                 doubt = attempt.committing and writes
                 if busy is not None and not doubt and time.monotonic() > deadline:
