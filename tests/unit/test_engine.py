@@ -867,6 +867,8 @@ def test_a_record_that_a_transaction_holds_for_a_moment_is_waited_for(bench: Any
     real, answers = store.store.claim, [Decision(Answer.HELD), Decision(Answer.HELD)]
     store.store.claim = lambda *a, **k: answers.pop() if answers else real(*a, **k)
     assert b.engine.run(op(), b.body()).status is Status.EXECUTED
+    assert b.names() == ["IN_FLIGHT_WAIT", "NEW"]
+    assert not {"fence", "held_by"} & set(b.events[0].fields)
 
 
 def test_one_claim_that_cannot_be_given_back_holds_up_no_other(bench: Any) -> None:

@@ -201,6 +201,15 @@ def test_annotations_that_have_no_value_are_not_asked_for() -> None:
     assert bound_arguments(scope["task"], (1, 1), {}) == {"a": 1}
 
 
+def test_what_is_positional_only_is_not_taken_by_name() -> None:
+    def ship(order_id: int, /, express: bool = False) -> None: ...
+
+    assert bind(ship, (1,), {"express": True}).arguments == {"order_id": 1, "express": True}
+    call = bind(ship, (), {"order_id": 1})
+    assert "order_id" in str(call.misfit)
+    assert call.open
+
+
 def test_builtins_without_a_signature_take_anything() -> None:
     assert bound_arguments(dict, (), {"a": 1})["a"] == 1
 
