@@ -112,7 +112,7 @@ def connecting(error: BaseException, name: str, *, landed: bool) -> Exception:
     if isinstance(error, (exc.NoSuchModuleError, exc.ArgumentError, ImportError)):
         return ConfigurationError(
             f"idempotency_store: {_line(error)}: install the driver "
-            '(pip install "celery-idem[postgres]" brings psycopg2), or name another one'
+            '(pip install "celery-idem[postgres]" brings psycopg2); psycopg2, psycopg and sqlite work, and no async one'
         )
     error = cause(error)
     if isinstance(error, (StoreError, ConfigurationError)):
