@@ -352,6 +352,16 @@ def test_verify_that_finds_the_effect_completes_without_a_run(bench: Any) -> Non
     assert b.terminal() == ["REPLAYED", "REPLAYED"]
 
 
+def test_verify_that_finds_the_effect_leaves_the_right_to_publish_what_follows(bench: Any) -> None:
+    b = bench()
+    lapse(b)
+    result = b.engine.attempt(op(continues=True), b.body(), verify=lambda _: Happened("found"))
+    assert (b.runs, result.value, result.claim.right) == (0, "found", True)
+    assert b.heartbeat.held(result.claim.token) == result.claim
+    b.engine.settle(result.claim)
+    assert len(b.heartbeat) == 0
+
+
 def test_verify_that_finds_nothing_runs_even_where_unknown_would_fail(bench: Any) -> None:
     b = bench(Policy(on_unknown="fail", wait_timeout=0))
     lapse(b)
