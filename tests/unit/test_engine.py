@@ -750,6 +750,19 @@ def test_a_completion_that_is_fenced_out_discards_the_value(bench: Any) -> None:
     assert b.names() == ["NEW", "LEASE_RECLAIMED_LOSS"]
 
 
+def test_a_mutex_that_another_took_meanwhile_discards_the_value(bench: Any) -> None:
+    b = bench(Policy(ttl=0, wait_timeout=0))
+
+    def body(_: Any) -> str:
+        b.clock.advance(1000)
+        assert b.store.claim(op(message="N"), lease=60, ttl=60).claim is not None
+        return "late"
+
+    result = b.engine.run(op(message="M"), body)
+    assert (result.status, result.value) == (Status.LEASE_LOST, None)
+    assert b.names()[-1] == "LEASE_RECLAIMED_LOSS"
+
+
 def test_renewals_without_an_answer_stop_nobody(bench: Any) -> None:
     store = Silent(MemoryStore())
     b = bench(Policy(lease=0.3), store=store)
