@@ -140,7 +140,9 @@ class Heartbeat:
         for each in left:
             ended = each.say(store)
             if ended is Ended.COMPLETED and each.claim.operation.delivery.continues:
-                self.add(replace(each.claim, right=True), lambda: None)  # until its links are told of
+                with self._mutex:  # whoever takes it from the list lets its right go, and would have done so already
+                    if each in self._leftovers:
+                        self.add(replace(each.claim, right=True), lambda: None)  # until its links are told of
         if live:  # or the copy would take it from a body that is alive
             store.renew([lease.claim for lease in live])
 

@@ -410,6 +410,23 @@ def test_a_live_body_keeps_its_key_from_a_copy_of_its_process_when_the_store_is_
     assert asked(store, "a", "N") is (Answer.HELD if caught_up else Answer.RECLAIMED)
 
 
+def test_a_right_is_not_renewed_for_a_message_that_is_through() -> None:
+    """The thread took it from the list while a copy was recording it: nobody else would let the right go."""
+    store = Slow()
+    heartbeat = Heartbeat(store, Emitter(), purge=False)
+    heartbeat._wake_by = lambda moment: None  # type: ignore[method-assign]
+    claim = store.claim(Operation("a" * 64, Delivery("M", continues=True), "a" * 32), lease=60, ttl=60).claim
+    assert claim is not None
+    heartbeat.complete_later(claim, Outcome(Kind.IGNORED))
+    heartbeat.catch_up(claim.key, store)
+    assert heartbeat.held(claim.token) is not None
+    heartbeat.discard(claim)
+    store.meanwhile = heartbeat._leftovers.clear
+    heartbeat.catch_up(claim.key, store)
+    assert store.ended == ["complete a", "complete a"]
+    assert heartbeat.held(claim.token) is None
+
+
 def test_an_attempt_that_was_told_over_stays_over_however_long_the_store_is_away() -> None:
     now = 1000.0
     store = MemoryStore(clock=lambda: now)

@@ -282,9 +282,9 @@ def _packed(commands: Sequence[Command]) -> bytes:
         parts.append(b"*%d\r\n" % len(words))
         for word in words:
             kind = type(word)
-            if kind is str or isinstance(word, str):
+            if isinstance(word, str):
                 said = word.encode()
-            elif kind is bytes:
+            elif isinstance(word, bytes):
                 said = word
             elif kind is int or kind is float:
                 said = repr(word).encode()
