@@ -17,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Most of the suite waits for workers and servers of its own. A file stays in one process; in their own order the many
 # short ones of tests/unit come last, so that no process idles beside a long one.
-PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The demo needs the extras of governed actions, and the clients of the services its arguments name.
 DEMO_EXTRAS := governed http $(if $(findstring redis,$(ARGS)),redis) $(if $(findstring postgres,$(ARGS)),postgres)
