@@ -53,10 +53,11 @@ def wait_until(predicate: Callable[[], T], timeout: float, what: str, *, interva
     """Return the first true answer of ``predicate``; an AssertionError naming ``what`` once ``timeout`` s are over."""
     deadline = time.monotonic() + timeout
     while True:
+        over = time.monotonic() > deadline  # before it is asked: what came true while the machine stood still counts
         answer = predicate()
         if answer:
             return answer
-        if time.monotonic() > deadline:
+        if over:
             raise AssertionError(f"not within {timeout:g} s: {what} (last answer: {answer!r})")
         time.sleep(interval)
 

@@ -53,21 +53,30 @@ def test_a_short_lease_after_a_long_one_is_renewed_in_time() -> None:
     time.sleep(0.05)  # the thread waits for the long one
     since = time.monotonic()
     heartbeat.add(claimed(store, "b", 0.6), lambda: None)
-    wait_until(lambda: store.renewals, 5, "a renewal")
-    assert 0.15 < store.renewals[0][0] - since < 0.5
+    wait_until(lambda: store.renewals, 30, "a renewal, 200 s before the long one's")
+    assert store.renewals[0][1] == "b"
+    assert store.renewals[0][0] - since >= 0.2
     heartbeat.stop()
 
 
+def test_a_lease_is_due_a_third_of_its_length_after_it_was_asked_for() -> None:
+    heartbeat = Heartbeat(Counting(), Emitter(), purge=False)
+    heartbeat._wake_by = lambda moment: None  # type: ignore[method-assign]  no thread
+    heartbeat.add(claimed(heartbeat._store, "a", 60), lambda: None, since=1000.0)
+    assert heartbeat._leases["a" * 32].due == 1020.0
+
+
 def test_a_stopped_heartbeat_leaves_no_thread_and_begins_anew() -> None:
-    store, before = Counting(), threading.active_count()
+    store, before = Counting(), set(threading.enumerate())
+    new = lambda: [thread.name for thread in set(threading.enumerate()) - before]  # noqa: E731
     heartbeat = Heartbeat(store, Emitter(), purge=False, closes=True)
     for number in range(1, 4):
         heartbeat.add(claimed(store, "abc"[number - 1], 0.15), lambda: None)
-        wait_until(lambda number=number: len(store.renewals) >= number, 5, "a renewal")
-        assert threading.active_count() == before + 1
+        wait_until(lambda number=number: len(store.renewals) >= number, 30, "a renewal")
+        assert new() == ["celery_idem heartbeat"]
         heartbeat.stop()
         heartbeat.stop()
-        assert threading.active_count() == before
+        assert new() == []
         assert store.closed == number
     assert len(heartbeat) == 3, "what it held lapses by itself"
 
@@ -76,14 +85,15 @@ def test_a_discarded_lease_is_not_renewed_and_can_be_added_again() -> None:
     store = Counting()
     heartbeat = Heartbeat(store, Emitter(), purge=False)
     kept, gone = claimed(store, "a", 0.15), claimed(store, "b", 0.15)
-    for claim in (kept, gone):
-        heartbeat.add(claim, lambda: None)
-    heartbeat.discard(gone)
-    wait_until(lambda: len(store.renewals) >= 3, 5, "renewals")
+    with heartbeat._mutex:  # the thread may not look in between
+        for claim in (kept, gone):
+            heartbeat.add(claim, lambda: None)
+        heartbeat.discard(gone)
+    wait_until(lambda: len(store.renewals) >= 3, 30, "renewals")
     assert {name for _, name in store.renewals} == {"a"}
     assert heartbeat.held(gone.token) is None
     heartbeat.add(gone, lambda: None)
-    wait_until(lambda: store.renewals[-1][1] == "b", 5, "a renewal of the other again")
+    wait_until(lambda: "b" in {name for _, name in store.renewals}, 30, "a renewal of the other again")
     heartbeat.stop()
 
 
@@ -98,7 +108,7 @@ def test_an_error_of_the_store_ends_no_heartbeat(caplog: Any) -> None:
     store = Broken()
     heartbeat = Heartbeat(store, Emitter(), purge=False)
     heartbeat.add(claimed(store, "a", 0.1), lambda: None)
-    wait_until(lambda: len(store.renewals) >= 4, 5, "renewals after the error")
+    wait_until(lambda: len(store.renewals) >= 4, 30, "renewals after the error")
     heartbeat.stop()
     assert "a bug" in caplog.text
 
@@ -111,8 +121,9 @@ def test_a_bell_rung_before_is_heard_once() -> None:
     bell.ring()
     bell.ring()
     start = time.monotonic()
-    bell.wait(5)
-    assert time.monotonic() - start < 1
+    bell.wait(60)
+    assert time.monotonic() - start < 20
+    start = time.monotonic()
     bell.wait(0.1)
     assert time.monotonic() - start >= 0.1
 
@@ -147,9 +158,9 @@ from tests.unit.test_heartbeat import *
 real_ident = monkey.get_original("_thread", "get_ident")
 MAIN = real_ident()
 
-def burn(seconds):
+def burn(seconds, enough=lambda: False):
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    while time.monotonic() < until and not enough():
         pass
 """
 
@@ -174,19 +185,24 @@ threads, files = psutil.Process().num_threads(), []
 for round in range(1, 4):
     store = Where()
     heartbeat = Heartbeat(store, Emitter(listener), purge=False, closes=True)
+    begun = time.monotonic()
     heartbeat.add(claimed(store, "a", 0.3), lambda: lost.append(real_ident()))
-    burn(1)
-    assert 5 <= len(store.renewals) <= 11, store.renewals
+    burn(30, lambda: len(store.renewals) >= 6)
+    assert store.renewals[5][0] - begun >= 0.59, "a third of a lease before each"
     store.lost = True
-    burn(0.5)
+    burn(30, lambda: len(lost) == round)
     assert len(lost) == round, "the body can ask for it although it never yields"
+    burn(0.1)
     assert len(told) == round - 1, "listeners wait for the hub"
-    gevent.sleep(0.05)
+    deadline = time.monotonic() + 30
+    while len(told) < round:
+        assert time.monotonic() < deadline, "the listener never heard"
+        gevent.sleep(0.01)
     assert told[-1] == (EventName.LEASE_LOST, MAIN), told
     assert lost[-1] != MAIN
     heartbeat.stop()
     assert store.closed == 1
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while psutil.Process().num_threads() > threads:
         assert time.monotonic() < deadline, "a thread is left"
         gevent.sleep(0.01)
@@ -203,7 +219,7 @@ ours, theirs = _socket.socketpair()  # as libpq waits: in C, and no greenlet run
 watchdog, start = Watchdog(), time.monotonic()
 ticket = watchdog.watch(ours, start + 0.3)
 assert ours.recv(1) == b""
-assert 0.29 <= time.monotonic() - start < 1
+assert 0.29 <= time.monotonic() - start < 20
 watchdog.done(ticket)
 print("ok")
 """

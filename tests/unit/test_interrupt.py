@@ -31,8 +31,8 @@ from celery_idem.interrupt import Guard, soft_limit_held
 
 ROOT = Path(__file__).parents[2]
 RACES = int(os.environ.get("INTERRUPT_RACES", "4000"))
-AT_ONCE = 0.5  # seconds
 DEADLINE = 30.0
+AT_ONCE = 10.0  # seconds: far from both, a machine that stands still for a moment and what waits to its end
 
 
 class SoftLimit(Exception):
@@ -979,9 +979,9 @@ def guarded_sleep(first: str) -> tuple[str, int]:
     from billiard.exceptions import SoftTimeLimitExceeded
 
     guard = Guard()
-    threading.Timer(0.1, guard.interrupt if first == "LeaseLost" else fire).start()
     try:
         with guard:
+            threading.Timer(0.1, guard.interrupt if first == "LeaseLost" else fire).start()
             time.sleep(DEADLINE)
     except (LeaseLost, SoftTimeLimitExceeded) as error:
         return type(error).__name__, os.getpid()
@@ -993,9 +993,9 @@ def held_sleep(discard: bool) -> tuple[str, int]:
     from billiard.exceptions import SoftTimeLimitExceeded
 
     stored = False
-    threading.Timer(0.1, fire).start()
     try:
         with soft_limit_held(discard=discard) as held:
+            threading.Timer(0.1, fire).start()
             deadline = time.monotonic() + DEADLINE
             while not held.fired and time.monotonic() < deadline:
                 time.sleep(0.01)

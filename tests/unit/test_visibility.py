@@ -93,6 +93,13 @@ def test_it_reads_what_the_consumer_changes_meanwhile(connection: Connection) ->
 
 # --- the thread -----------------------------------------------------------------------------------
 
+NAME = "celery_idem visibility"
+
+
+def new_threads(before: set[threading.Thread]) -> list[str]:
+    """The names of those that are not among these."""
+    return [thread.name for thread in set(threading.enumerate()) - before]
+
 
 class Tried(Keeper):
     """Answers a refresh with what the test says, and counts them."""
@@ -115,7 +122,7 @@ def test_an_error_is_logged_at_its_first_time_and_tried_again(
     keeper.answers = [OSError("away"), OSError("away"), ValueError("odd"), None]
     with caplog.at_level(logging.INFO, logger="celery_idem"):
         keeper.start()
-        wait_until(lambda: keeper.times >= 6, 5, "six tries")
+        wait_until(lambda: keeper.times >= 6, 30, "six tries")
         keeper.stop()
     told = [(record.levelname, record.message) for record in caplog.records if record.name == "celery_idem"]
     assert [level for level, _ in told] == ["WARNING", "INFO"]
@@ -125,11 +132,11 @@ def test_an_error_is_logged_at_its_first_time_and_tried_again(
 def test_stop_ends_the_thread_at_once(connection: Connection) -> None:
     keeper = Tried(connection, 3600)
     keeper.answers = []
-    before = threading.active_count()
+    before = set(threading.enumerate())
     keeper.start()
-    assert threading.active_count() == before + 1
+    assert new_threads(before) == [NAME]
     keeper.stop()
-    wait_until(lambda: threading.active_count() == before, 2, "the thread's end")
+    wait_until(lambda: new_threads(before) == [], 30, "the thread's end, long before it would look again")
     assert keeper.times == 0
 
 
@@ -176,13 +183,13 @@ def test_it_keeps_on_redis_unless_told_otherwise(conf: dict[str, Any], broker: d
 
 def test_a_new_connection_ends_the_thread_of_the_one_before() -> None:
     shop = Shop()
-    before = threading.active_count()
+    before = set(threading.enumerate())
     step = Step(consumer(shop.app))
     for _ in range(3):
         step.start(consumer(shop.app))
-    assert threading.active_count() == before + 1
+    wait_until(lambda: new_threads(before) == [NAME], 30, "the end of the threads before")
     step.shutdown(None)
-    wait_until(lambda: threading.active_count() == before, 2, "the thread's end")
+    wait_until(lambda: new_threads(before) == [], 30, "the thread's end")
     shop.close()
 
 
