@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from celery_idem.core.records import RECORD_VERSION, Answer, Ended, Renewal
-from celery_idem.errors import ConfigurationError, RecordCorrupt, StoreUnavailable
+from celery_idem.errors import ConfigurationError, RecordCorrupt
 from celery_idem.stores.sql import SQLStore, metadata
 from tests.contract.sql_help import RESULT, acquired, forked, operation, session
 
@@ -145,14 +145,6 @@ def test_a_url_no_store_can_serve(url: str, hint: str) -> None:
 def test_a_missing_driver() -> None:
     with pytest.raises(ConfigurationError, match="install the driver"):
         SQLStore("postgresql+nonesuch://u@h/d").get("k")
-
-
-def test_a_sqlite_file_that_cannot_be_opened(tmp_path: Path) -> None:
-    store = SQLStore(f"sqlite:///{tmp_path}/no/such/directory/idem.db")
-    with pytest.raises(StoreUnavailable) as caught:
-        store.claim(operation(), lease=30, ttl=60)
-    assert not caught.value.may_have_landed
-    store.close()
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

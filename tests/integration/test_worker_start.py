@@ -39,6 +39,7 @@ def refused(settings: dict[str, Any], source: str = SOURCE, *, env: dict[str, st
         ({"idempotency_store": "memory://", "idempotency_leese": 5}, "did you mean idempotency_lease?"),
         ({"idempotency_store": "memory://", "idempotency_lease": -5}, "idempotency_lease = -5: must be above 0"),
         ({"idempotency_store": "mongodb://x"}, "no store speaks 'mongodb'"),
+        ({"idempotency_store": "sqlite:////no/such/place/idem.db"}, "there is no directory /no/such/place: make it"),
         ({"idempotency_store": "memory://", "idempotency_mode": "on"}, "idempotency_mode = 'on'"),
     ],
 )

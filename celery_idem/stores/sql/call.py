@@ -128,7 +128,8 @@ class Call:
                 line.invalidate(original)
             elif not is_driver_error(error):
                 self._give_up()
-            raise translated(error, self.database.name, writes=writes, in_doubt=self._in_doubt) from error
+            name, file = self.database.name, self.database.file
+            raise translated(error, name, writes=writes, in_doubt=self._in_doubt, file=file) from error
         except BaseException:
             self._give_up()
             raise
@@ -142,7 +143,8 @@ class Call:
             try:
                 self._line = self.database.connected(self.deadline, core=core)
             except Exception as error:
-                raise connecting(error, self.database.name, landed=self._in_doubt) from error
+                name, file = self.database.name, self.database.file
+                raise connecting(error, name, landed=self._in_doubt, file=file) from error
             if self.left() <= 0:
                 raise unavailable(self.database.name, "no connection was free in time", landed=self._in_doubt)
         return self._line

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 
-from sqlalchemy import text
+from sqlalchemy import delete, false, text
 from sqlalchemy.engine import Connection
 
 from celery_idem.errors import ConfigurationError
 from celery_idem.stores.sql import schema
 from celery_idem.stores.sql.database import Database
-from celery_idem.stores.sql.failures import no_schema
+from celery_idem.stores.sql.failures import Locked, no_schema
 
 _POSTGRESQL = """
 SELECT current_setting('server_version_num')::int, pg_is_in_recovery(), current_setting('synchronous_commit'),
@@ -30,8 +31,16 @@ def check_database(database: Database) -> list[str]:
     elif lacking:
         raise no_schema(f"it lacks {', '.join(lacking)}")
     with database.call() as call:
+        if database.sqlite:
+            with contextlib.suppress(Locked):  # by somebody who writes
+                call.once(_writable)
         warnings: list[str] = call.use(_sqlite if database.sqlite else _postgresql, writes=False)
     return warnings
+
+
+def _writable(connection: Connection) -> None:
+    """Raise what SQLite says of a file that it can only read; ``BEGIN IMMEDIATE`` would let it pass."""
+    connection.execute(delete(schema.record).where(false()))
 
 
 def _sqlite(connection: Connection) -> list[str]:

@@ -71,6 +71,11 @@ class Database:
         """Whether this is a file."""
         return self.name == "sqlite"
 
+    @property
+    def file(self) -> str | None:
+        """SQLite's."""
+        return self._url.database if self.sqlite else None
+
     def engine(self) -> Engine:
         """Return this process's engine.
 

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import exc
 
 from celery_idem.errors import ConfigurationError, StoreError, StoreUnavailable
+from celery_idem.stores.sql.refusals import next_step
 from celery_idem.stores.sql.schema import INIT, record
 
 # The server said no and rolled back, except where it was going down: that may have been after the commit.
@@ -28,7 +29,7 @@ class Again(Exception):
 
 
 class Refused(ConfigurationError, StoreUnavailable):
-    """The database refuses the store's statements: no worker starts so, and for one that runs it is an outage."""
+    """The database refuses the store, or its statements: no worker starts so, and for one that runs it is an outage."""
 
 
 class NoSchema(Refused):
@@ -70,8 +71,18 @@ def no_schema(why: object) -> NoSchema:
     return NoSchema(f"the store's table {record.name} is missing or too old ({why}): run `{INIT}`")
 
 
-def unavailable(name: str, why: object, *, landed: bool) -> StoreUnavailable:
-    """The error for no answer; ``landed`` is whether the write may be there."""
+def unavailable(name: str, why: object, *, landed: bool, file: str | None = None) -> StoreUnavailable:
+    """The error for no answer, or for one that will not change by itself.
+
+    Args:
+        name: the store's.
+        why: what the driver raised, or words.
+        landed: whether the write may be there.
+        file: SQLite's, so that what is wrong with it can be told.
+    """
+    step = next_step(name, str(why), file)
+    if step is not None:
+        return Refused(f"the {name} store refused ({_line(why)}): {step}", may_have_landed=landed)
     step = _NO_FILE if name == "sqlite" and "unable to open" in str(why) else "check that it runs and that"
     return StoreUnavailable(
         f"the {name} store gave no answer ({_line(why)}): {step} idempotency_store names it",
@@ -79,7 +90,9 @@ def unavailable(name: str, why: object, *, landed: bool) -> StoreUnavailable:
     )
 
 
-def translated(error: BaseException, name: str, *, writes: bool, in_doubt: bool = False) -> Exception:
+def translated(
+    error: BaseException, name: str, *, writes: bool, in_doubt: bool = False, file: str | None = None
+) -> Exception:
     """Say a statement's failure in the store's words.
 
     Args:
@@ -87,6 +100,7 @@ def translated(error: BaseException, name: str, *, writes: bool, in_doubt: bool 
         name: the store's, for the message.
         writes: whether the statement could have changed anything.
         in_doubt: whether an earlier attempt of the same verb may have landed.
+        file: SQLite's.
     """
     error = cause(error)
     if isinstance(error, (StoreError, ConfigurationError, Locked, Again)):
@@ -104,10 +118,10 @@ def translated(error: BaseException, name: str, *, writes: bool, in_doubt: bool 
         return ConfigurationError(f"the {name} store cannot keep this record ({_line(error)}): give it other values")
     said_no = code is not None and not code.startswith(_IN_DOUBT)
     certain = said_no or (name == "sqlite" and any(sign in words for sign in _NOT_WRITTEN))
-    return unavailable(name, error, landed=in_doubt or (writes and not certain))
+    return unavailable(name, error, landed=in_doubt or (writes and not certain), file=file)
 
 
-def connecting(error: BaseException, name: str, *, landed: bool) -> Exception:
+def connecting(error: BaseException, name: str, *, landed: bool, file: str | None = None) -> Exception:
     """Say in the store's words that no connection came about; ``landed`` is about an earlier attempt."""
     if isinstance(error, (exc.NoSuchModuleError, exc.ArgumentError, ImportError)):
         return ConfigurationError(
@@ -119,7 +133,7 @@ def connecting(error: BaseException, name: str, *, landed: bool) -> Exception:
         return error
     if name == "sqlite" and any(sign in str(error) for sign in _BUSY):
         return Locked(str(error))  # whoever makes a new file's tables holds up those who open it
-    return unavailable(name, error, landed=landed)
+    return unavailable(name, error, landed=landed, file=file)
 
 
 def _line(why: object) -> str:

@@ -68,7 +68,7 @@ class OwnCarrier:
         try:
             self._connection = self._database.connected(deadline, core=True, transacting=True)
         except Exception as error:
-            raise connecting(error, self._database.name, landed=False) from error
+            raise connecting(error, self._database.name, landed=False, file=self._database.file) from error
         self.connection.execution_options(celery_idem_commits=False)
         self._transaction = self.connection.begin()
 
@@ -172,7 +172,7 @@ class SQLTransaction:
             time.sleep(random.uniform(0.001, 0.01))  # noqa: S311
 
     def _unbegun(self, error: Exception) -> Exception:
-        error = translated(error, self._database.name, writes=False)
+        error = translated(error, self._database.name, writes=False, file=self._database.file)
         if isinstance(error, (Locked, Again)):
             return unavailable(self._database.name, f"the record stayed locked: {error}", landed=False)
         return error
