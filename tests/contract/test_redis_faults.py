@@ -315,6 +315,15 @@ def test_wrong_credentials_are_told_without_them(private_redis: RedisServer, ope
         client.config_set("requirepass", "")
 
 
+def test_a_database_that_is_not_there_is_told_at_start_and_waited_for_at_run_time(
+    private_redis: RedisServer, opened: Opener
+) -> None:
+    store = opened(f"{private_redis.url.rpartition('/')[0]}/99999")
+    with pytest.raises(ConfigurationError, match="no database of this number: name another"):
+        store.check()
+    assert "no database of this number" in str(refused(lambda: take(store), landed=False))
+
+
 def test_a_user_who_may_not_run_scripts_is_told_at_start(private_redis: RedisServer, opened: Opener) -> None:
     with redis.Redis.from_url(private_redis.url) as client:
         client.execute_command("ACL", "SETUSER", "meek", "on", ">pw", "~*", "+@all", "-@scripting", "-config")

@@ -27,8 +27,12 @@ REFUSALS = [
     (exceptions.ResponseError("Error running script (call to f_ab): @user_script:9: -READONLY You can't"), "READONLY"),
     (exceptions.ResponseError("Error running script: @user_script: 9: -OOM command not allowed"), "OOM"),
     (exceptions.ResponseError("Protocol error: unauthenticated multibulk length"), "NOAUTH"),
-    (exceptions.ConnectionError("max number of clients reached"), "REFUSED"),
-    (exceptions.ResponseError("DB index is out of range"), "REFUSED"),
+    (exceptions.ResponseError("MASTERDOWN Link with MASTER is down"), "MASTERDOWN"),
+    (exceptions.ResponseError("MOVED 3999 127.0.0.1:6381"), "MOVED"),
+    (exceptions.MaxConnectionsError("Too many connections"), "POOL"),
+    (exceptions.ConnectionError("max number of clients reached"), "CLIENTS"),
+    (exceptions.ResponseError("DB index is out of range"), "DB"),
+    (exceptions.ResponseError("SELECT is not allowed in cluster mode"), "DB"),
 ]
 
 
@@ -37,6 +41,10 @@ def test_what_the_server_refused_has_not_landed(error: Exception, code: str) -> 
     assert code_of(error) == code
     assert unavailable(error, sent=True).may_have_landed is False
     assert unavailable(error, sent=True, before=True).may_have_landed is True
+    said = str(unavailable(error, sent=True))
+    assert said.startswith("redis refused: ")
+    assert said.count(": ") == 2  # who, what, and the next step
+    assert "check that it runs" not in said
 
 
 @pytest.mark.parametrize(

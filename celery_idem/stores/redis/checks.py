@@ -12,7 +12,7 @@ from celery_idem.errors import ConfigurationError, StoreUnavailable
 from celery_idem.stores.redis.connection import wire_for
 from celery_idem.stores.redis.rows import pairs_of
 from celery_idem.stores.redis.scripts import script
-from celery_idem.stores.redis.wire import CREDENTIALS, Refusal, Wire
+from celery_idem.stores.redis.wire import LASTING, Refusal, Wire
 
 OLDEST = (5, 0)
 """Before 5.0 a script may not write after it read the clock."""
@@ -28,7 +28,7 @@ def check_store(wire: Wire, prefix: str) -> list[str]:
         wire.run(script("settle"), f"{prefix}check", ("", ""))  # reads a key that is not there: may we at all?
         settings = _settings(wire)
     except StoreUnavailable as error:
-        if error.facts.get("code") in CREDENTIALS:
+        if error.facts.get("code") in LASTING:
             raise ConfigurationError(str(error)) from error
         raise
     found = []

@@ -35,9 +35,17 @@ _CODES = {
 }
 _REFUSED = re.compile(
     r"\b(LOADING|READONLY|OOM|MISCONF|NOREPLICAS|MASTERDOWN|CLUSTERDOWN|MOVED|ASK|TRYAGAIN|CROSSSLOT|NOAUTH|NOPERM"
-    r"|WRONGPASS|BUSY|WRONGTYPE|NOPROTO)\b|max number of clients reached|DB index is out of range"
+    r"|WRONGPASS|BUSY|WRONGTYPE|NOPROTO)\b"
 )
-CREDENTIALS = frozenset({"NOAUTH", "NOPERM", "WRONGPASS"})
+# What Redis gives no code of its own.
+_NAMELESS = {
+    "unauthenticated": "NOAUTH",  # Redis 7 reads no long command before AUTH
+    "max number of clients": "CLIENTS",
+    "DB index is out of range": "DB",
+    "not allowed in cluster mode": "DB",
+}
+LASTING = frozenset({"NOAUTH", "NOPERM", "WRONGPASS", "DB"})
+"""What no waiting mends."""
 _NEXT_STEP = {
     "NOAUTH": "it refused the user or password: correct them in idempotency_store",
     "WRONGPASS": "it refused the user or password: correct them in idempotency_store",
@@ -45,6 +53,15 @@ _NEXT_STEP = {
     "OOM": "its memory is full: raise maxmemory; nothing was written",
     "READONLY": "it is a replica: point idempotency_store at the primary",
     "POOL": "every connection is in use: raise max_connections",
+    "DB": "it has no database of this number: name another in idempotency_store, 0 in cluster mode",
+    "CLIENTS": "it has as many clients as it takes: raise its maxclients, or run fewer processes",
+    "LOADING": "it is loading its data: wait, nothing was written",
+    "MISCONF": "it could not save to its disk, and takes no writes: see its log for why",
+    "NOREPLICAS": "too few replicas follow it: bring them back, or lower min-replicas-to-write",
+    "MASTERDOWN": "it is a replica that lost its primary: point idempotency_store at the primary",
+    "CLUSTERDOWN": "its cluster is not whole: see CLUSTER INFO",
+    "MOVED": "it is one node of a cluster: point idempotency_store at a server that is none",
+    "BUSY": "a script keeps it busy: SCRIPT KILL ends one that has written nothing",
 }
 
 
@@ -267,12 +284,11 @@ def code_of(error: BaseException) -> str | None:
     for kind, code in _CODES.items():
         if isinstance(error, kind):
             return "WRONGPASS" if "WRONGPASS" in str(error) else code
-    if "unauthenticated" in str(error):
-        return "NOAUTH"  # Redis 7 reads no long command before AUTH, and says so in other words
-    if isinstance(error, exceptions.ResponseError) or "max number of clients" in str(error):
+    nameless = next((code for sign, code in _NAMELESS.items() if sign in str(error)), None)
+    if nameless is None and isinstance(error, exceptions.ResponseError):
         found = _REFUSED.search(str(error))
-        return None if found is None else found.group(1) or "REFUSED"
-    return None
+        return None if found is None else found.group(1)
+    return nameless
 
 
 def _packed(commands: Sequence[Command]) -> bytes:
