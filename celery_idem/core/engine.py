@@ -156,7 +156,7 @@ class Engine:
             ending: what becomes of the claim, from the body's value and exception; values complete, exceptions give
                 the key back.
             verify: asked before a second run whether the first had its effect.
-            value_unread: nobody will ever read the value, so None may be stored in its place.
+            value_unread: nobody reads this delivery's value, so none is kept, and None will do for one that was not.
             observe: run the body whatever the answer, and say what enforcing would have done.
             on_claimed: called before the body starts.
             hopeless: asked at every HELD; true ends the wait at once.
@@ -169,7 +169,7 @@ class Engine:
         """
         cached = None if observe else self.cache.get(operation)
         if cached is not None:
-            return self._replay(operation, Decision(Answer.COMPLETED, None, cached), local=True)
+            return self._replay(operation, Decision(Answer.COMPLETED, None, cached), value_unread, local=True)
         attempt = _Attempt()
         try:
             wait = min(self.policy.wait_timeout if wait is None else wait, patience)
@@ -183,16 +183,18 @@ class Engine:
                 run = Run(self, operation, claim, body, ending, value_unread=value_unread, observe=observe)
                 attempt.run = run
                 return run.start(decision, verify, on_claimed, attempt.since)
-            return self._observed(operation, decision, body) if observe else self._answer(operation, decision)
+            if observe:
+                return self._observed(operation, decision, body)
+            return self._answer(operation, decision, value_unread)
         except StoreError:
             raise
         except BaseException:
             self._give_back_unstarted(operation, attempt)
             raise
 
-    def _answer(self, operation: Operation, decision: Decision) -> RunResult:
+    def _answer(self, operation: Operation, decision: Decision, unread: bool) -> RunResult:
         if decision.answer is Answer.COMPLETED:
-            return self._replay(operation, decision)
+            return self._replay(operation, decision, unread)
         if decision.answer is Answer.MISMATCH:
             self.emit(EventName.PAYLOAD_MISMATCH, operation)
             return RunResult(Status.MISMATCH, decision=decision)
@@ -340,11 +342,11 @@ class Engine:
 
     # --- answers without a claim ---------------------------------------------------------------------------------
 
-    def _replay(self, operation: Operation, decision: Decision, *, local: bool = False) -> RunResult:
+    def _replay(self, operation: Operation, decision: Decision, unread: bool, *, local: bool = False) -> RunResult:
         record, claim = decision.record, decision.claim
         if record is None or record.outcome is None:
             raise RecordCorrupt(f"record {operation.key} is completed without an outcome: forget the key")
-        value, error = replayed(operation, record, record.outcome, self.policy, self._accept, self.emit)
+        value, error = replayed(operation, record, record.outcome, self.policy, self._accept, self.emit, unread=unread)
         if claim is not None:
             self.heartbeat.add(claim, lambda: None)
         elif not local:

@@ -16,7 +16,14 @@ logger = logging.getLogger("celery_idem")
 
 
 def replayed(
-    operation: Operation, record: Record, outcome: Outcome, policy: Policy, accept: Collection[str], emit: Emitter
+    operation: Operation,
+    record: Record,
+    outcome: Outcome,
+    policy: Policy,
+    accept: Collection[str],
+    emit: Emitter,
+    *,
+    unread: bool = False,
 ) -> tuple[Any, BaseException | None]:
     """Return the value of the first run, or what it raised; ``ResultUnavailable`` where its value was not kept.
 
@@ -27,12 +34,13 @@ def replayed(
         policy: whose ``on_replay`` may change the value.
         accept: serializers the value may be read with.
         emit: told where the stored value makes no sense.
+        unread: nobody reads this duplicate's value, so None will do for one that was not kept.
     """
     encoded = outcome.encoded
     if outcome.kind not in {Kind.FAILURE, Kind.RESULT}:
         return None, None
     if encoded is None:
-        return None, _unavailable(operation)
+        return (_hooked(None, record, policy), None) if unread else (None, _unavailable(operation))
     try:
         if outcome.kind is Kind.FAILURE:
             return None, decode_exception(encoded, accept)
@@ -55,7 +63,8 @@ def _hooked(value: Any, record: Record, policy: Policy) -> Any:
 def _unavailable(operation: Operation) -> ResultUnavailable:
     return ResultUnavailable(
         f"the first run of {operation.task or 'this operation'} happened, but its value was not kept "
-        f"(key {operation.key}): return something the serializer can say and idempotency_result_max_bytes allows; its "
-        "event ENCODE_FAILED or CORRUPT_RECORD says what was wrong",
+        f"(key {operation.key}): return something the serializer can say and idempotency_result_max_bytes allows (its "
+        "event ENCODE_FAILED or CORRUPT_RECORD says what was wrong), and where any message of the key has its result "
+        "read, let none ignore it",
         key=operation.key,
     )

@@ -202,13 +202,12 @@ class Run:
         engine, kind, status = self.engine, ending.outcome, Status.EXECUTED
         assert kind is not None  # noqa: S101  narrows the type; _end has just looked
         outcome = ending.value
-        if kind is Kind.RESULT and self.value_unread:
-            encoded = engine.encode(Kind.RESULT, None)
-        else:
+        encoded = None
+        if kind is not Kind.RESULT or outcome is None or not self.value_unread:
             try:
                 encoded = engine.encode(kind, outcome)
             except NotKept as not_kept:
-                encoded, status = None, Status.ENCODE_FAILED
+                status = Status.ENCODE_FAILED
                 self._tell(EventName.ENCODE_FAILED, error=str(not_kept))
         ended = self._record(Outcome(kind, encoded))
         if not self.observe and (ended is Ended.LOST or (ended is None and self.lost)):

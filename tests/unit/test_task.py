@@ -9,7 +9,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from celery import Task
+from celery import Task, chain
 from celery.exceptions import Ignore, Reject
 
 from celery_idem import (
@@ -216,6 +216,30 @@ def test_an_ignored_result_no_serializer_can_say(shop: Shop) -> None:
     assert shop.deliver(shop.send(charge, 1)).value is None
     assert "ENCODE_FAILED" not in shop.names()
     assert len(charge.runs) == 1
+
+
+@pytest.mark.guarantee("delivery: a duplicate whose value is read is never given None for one that was not kept")
+@pytest.mark.parametrize("value", [50, None])
+def test_a_value_that_only_a_duplicate_reads(make_shop: Any, value: Any) -> None:
+    shop = make_shop(idempotency_local_cache=10)
+    handed_on: list[Any] = []
+
+    @shop.task(name="ship")
+    def ship(value: Any) -> None:
+        handed_on.append(value)
+
+    charge = charge_task(shop, Policy(key="arguments"), lambda self, n: value, ignore_result=True)
+    shop.deliver(shop.send(charge, 1))
+    shop.deliver(shop.send(charge, 1))  # nobody reads it either
+    chain(charge.s(1), ship.s()).apply_async()
+    states = [delivered.state for delivered in shop.idem.run_all()]
+    read = shop.deliver(shop.send(charge, 1, ignore_result=False))
+    assert len(charge.runs) == 1
+    if value is None:
+        assert (states, handed_on, read.value) == (["SUCCESS", "SUCCESS"], [None], None)
+    else:
+        assert (states, handed_on) == (["FAILURE"], [])
+        assert isinstance(read.value, ResultUnavailable)
 
 
 # --- retries --------------------------------------------------------------------------------------
