@@ -322,6 +322,7 @@ def at_pid() -> int:
 @pytest.mark.parametrize(
     ("by", "told"),
     [(holder.current(), "not provably dead from here"), (DEAD, "provably dead"), ("?", "an unreadable holder ('?')")],
+    ids=["living", "dead", "unreadable"],
 )
 def test_show_says_who_holds_a_claim(shell: Shell, by: str, told: str) -> None:
     shell.claim(by=by)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ssl
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -191,3 +193,21 @@ def test_wrong_options_are_told_at_once() -> None:
 def test_open_store_knows_the_schemes(url: str) -> None:
     options = {"master_name": "m"} if url.startswith("sentinel") else {}
     assert open_store(url, timeout=1, **options).name == "redis"
+
+
+@pytest.mark.parametrize(
+    ("module", "found"), [("None", "import of redis halted"), ("NS(__version__='4.6.0')", "redis-py 4.6.0 is too old")]
+)
+def test_without_a_redis_py_that_serves_the_extra_is_named(module: str, found: str) -> None:
+    """celery[redis] 5.5 is content with redis-py 4.5, which knows nothing of ``protocol=``."""
+    script = (
+        "import sys; from types import SimpleNamespace as NS\n"
+        f"sys.modules['redis'] = {module}\n"
+        "from celery_idem.stores.base import open_store\n"
+        "try: open_store('redis://h')\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("ConfigurationError idempotency_store names redis, which takes redis-py 5 or newer (")
+    assert found in said
+    assert said.endswith('): pip install "celery-idem[redis]"\n')

@@ -16,6 +16,9 @@ from celery_idem.errors import ConfigurationError
 
 try:
     import redis
+
+    if int(redis.__version__.partition(".")[0]) < 5:
+        raise ImportError(f"redis-py {redis.__version__} is too old")
     from redis.backoff import NoBackoff
     from redis.connection import URL_QUERY_ARGUMENT_PARSERS, AbstractConnection
     from redis.retry import Retry
@@ -29,7 +32,7 @@ try:
     from celery_idem.stores.redis.wire import ClusterWire, PooledWire, Wire
 except ImportError as error:  # pragma: no cover - a wheel without the extra
     raise ConfigurationError(
-        'idempotency_store names redis, and redis-py is missing: pip install "celery-idem[redis]"'
+        f'idempotency_store names redis, which takes redis-py 5 or newer ({error}): pip install "celery-idem[redis]"'
     ) from error
 
 REDIS_PORT, SENTINEL_PORT = 6379, 26379
