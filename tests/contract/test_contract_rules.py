@@ -63,7 +63,7 @@ def test_s1_a_worker_whose_clock_is_wrong_steals_nothing(
 def test_s1_a_lease_lapses_by_the_stores_clock(real_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     right = time.time
     monkeypatch.setattr(time, "time", lambda: right() - DAY)
-    first = take(real_store, lease=SHORT)
+    first = take(real_store, lease=3)  # longer than a machine stands still before the next line
     assert answer(real_store, op(message="N")) is Answer.HELD
     wait_until(lambda: answer(real_store, op(message="N")) is Answer.RECLAIMED, 10, "the lease lapses")
     assert real_store.complete(first, result()) is Ended.LOST
@@ -306,13 +306,18 @@ def test_s5_a_live_claim_never_expires(store: Store, clock: ManualClock) -> None
 def test_s5_a_live_claim_never_expires_by_the_stores_own_clock(real_store: Store) -> None:
     claim = take(real_store, lease=SHORT * 2, ttl=SHORT / 3)
     end = time.monotonic() + SHORT * 3
+    seen: list[bool] = []
 
     def long_enough() -> bool:
+        asked = time.monotonic()
         assert real_store.renew([claim]) == {claim.token: Renewal.RENEWED}
         real_store.purge(100)
-        record = stored(real_store)
-        assert (record.token, record.fence) == (claim.token, claim.fence)
-        return time.monotonic() > end
+        record = real_store.get(claim.key)
+        if time.monotonic() - asked < SHORT * 2:  # else the machine stood still, and its lease is really over
+            assert record is not None
+            assert (record.token, record.fence) == (claim.token, claim.fence)
+            seen.append(True)
+        return len(seen) > 3 and time.monotonic() > end
 
     wait_until(long_enough, 20, "its expiry would have come", interval=SHORT / 4)
     wait_until(lambda: real_store.get(claim.key) is None, 10, "an abandoned record expires")
@@ -339,25 +344,25 @@ def test_s5_redis_drops_a_record_when_it_expires_and_not_before(backend: RedisBa
             milliseconds = client.pttl(f"celery_idem:{key}")
         record = real_store.get(key)
         assert record is not None
-        assert milliseconds / 1000 == pytest.approx(record.expires_at - time.time(), abs=2)
+        assert milliseconds / 1000 == pytest.approx(record.expires_at - time.time(), abs=10)
         return float(milliseconds) / 1000  # type: ignore[arg-type]
 
     claim = take(real_store, op(continues=True), lease=100, ttl=50)
-    assert left(claim.key) == pytest.approx(150, abs=2)
+    assert left(claim.key) == pytest.approx(150, abs=10)
     real_store.renew([replace(claim, lease=200)])
-    assert left(claim.key) == pytest.approx(250, abs=2)
+    assert left(claim.key) == pytest.approx(250, abs=10)
     real_store.complete(claim, result())
-    assert left(claim.key) == pytest.approx(100, abs=2)  # the right to continue outlives the ttl
+    assert left(claim.key) == pytest.approx(100, abs=10)  # the right to continue outlives the ttl
     real_store.claim(op(message="N", continues=True), lease=300, ttl=50)
-    assert left(claim.key) == pytest.approx(300, abs=2)
+    assert left(claim.key) == pytest.approx(300, abs=10)
     real_store.settle(claim.key, "N")
     real_store.note_parked(claim.key, "P", 0, 1)
-    assert left(claim.key) == pytest.approx(300, abs=2)
+    assert left(claim.key) == pytest.approx(300, abs=10)
     assert real_store.forget(claim.key, claim.fence)
-    assert left(claim.key) == pytest.approx(DAY, abs=2)
+    assert left(claim.key) == pytest.approx(DAY, abs=10)
     released = take(real_store, op("released"), lease=1, ttl=1)
     real_store.release(released, Release.ENDED)
-    assert left(released.key) == pytest.approx(DAY, abs=2)
+    assert left(released.key) == pytest.approx(DAY, abs=10)
 
 
 # -- S9 ----------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,9 @@ from tests.support.services import RedisServer
 
 pytestmark = pytest.mark.redis
 
-LEASE, TTL, TIMEOUT, MARGIN = 30.0, 100.0, 0.6, 1.0
+LEASE, TTL = 30.0, 100.0
+TIMEOUT, HASTY = 5.0, 0.6  # seconds: a store's that is answered, and one's that waits in vain again and again
+MARGIN = 5.0  # seconds a machine may add that is loaded, or stands still now and then; no timeout is for ever
 
 Opener = Callable[..., RedisStore]
 
@@ -52,6 +54,14 @@ def take(store: RedisStore, *args: Any, **named: Any) -> Claim:
     return claim
 
 
+def answered(action: Callable[[], Any]) -> bool:
+    try:
+        action()
+    except StoreUnavailable:
+        return False
+    return True
+
+
 def refused(action: Callable[[], Any], *, landed: bool, within: float = TIMEOUT + MARGIN) -> StoreUnavailable:
     start = time.monotonic()
     with pytest.raises(StoreUnavailable) as caught:
@@ -65,8 +75,9 @@ def refused(action: Callable[[], Any], *, landed: bool, within: float = TIMEOUT 
 
 
 def test_a_stopped_server_is_given_up_within_the_timeout(private_redis: RedisServer, opened: Opener) -> None:
-    store, fresh = opened(private_redis.url), opened(private_redis.url)
-    claim = take(store)
+    store, fresh = opened(private_redis.url, timeout=HASTY), opened(private_redis.url, timeout=HASTY)
+    claim = take(opened(private_redis.url))
+    wait_until(lambda: answered(lambda: store.get(claim.key)), 20, "a connection")
     private_redis.pause()
     try:
         for verb in (
@@ -79,28 +90,29 @@ def test_a_stopped_server_is_given_up_within_the_timeout(private_redis: RedisSer
             start = time.monotonic()
             with pytest.raises(StoreUnavailable):
                 verb()
-            assert time.monotonic() - start < TIMEOUT + MARGIN
+            assert time.monotonic() - start < HASTY + MARGIN
         with contextlib.suppress(StoreUnavailable):
             fresh.claim(op("c"), lease=LEASE, ttl=TTL)
     finally:
         private_redis.resume()
+    wait_until(lambda: answered(lambda: store.complete(claim, result())), 20, "an answer")
     assert store.complete(claim, result()) is Ended.COMPLETED
 
 
 def test_a_command_in_a_stopped_servers_buffer_may_have_landed(private_redis: RedisServer, opened: Opener) -> None:
-    store = opened(private_redis.url)
+    store = opened(private_redis.url, timeout=3)
     take(store)
     lost = op("b")
     private_redis.pause()
     refused(lambda: store.claim(lost, lease=LEASE, ttl=TTL), landed=True)
     private_redis.resume()
-    wait_until(lambda: store.get(lost.key) is not None, 5, "the claim landed after all")
+    wait_until(lambda: store.get(lost.key) is not None, 20, "the claim landed after all")
     again = store.claim(lost, lease=LEASE, ttl=TTL)
     assert (again.answer, again.claim is not None) == (Answer.ACQUIRED, True)
 
 
 def test_an_absent_server_is_told_at_once(opened: Opener) -> None:
-    store = opened(f"redis://user:s3cret@{LOOPBACK}:{free_port()}/0")
+    store = opened(f"redis://user:s3cret@{LOOPBACK}:{free_port()}/0", timeout=30)
     error = refused(lambda: take(store), landed=False)
     assert "s3cret" not in str(error)
     refused(store.check, landed=False)
@@ -109,7 +121,7 @@ def test_an_absent_server_is_told_at_once(opened: Opener) -> None:
 
 def test_a_restart_between_the_verbs_is_hardly_noticed(private_redis: RedisServer, opened: Opener) -> None:
     """The claim is gone with the server's memory: completing writes it anew, under its token and fence."""
-    store = opened(private_redis.url, timeout=5)
+    store = opened(private_redis.url)
     claim, other = take(store), take(store, "other")
     private_redis.restart()
     assert store.complete(claim, result()) is Ended.COMPLETED
@@ -135,7 +147,7 @@ def test_a_server_that_died_between_the_verbs(private_redis: RedisServer, opened
 
 def test_a_connection_the_server_closed_costs_one_repeat(redis_url: str, opened: Opener) -> None:
     with ChaosProxy.before(redis_url) as proxy:
-        store = opened(proxy.url(redis_url), timeout=5)
+        store = opened(proxy.url(redis_url))
         claim = take(store)
         proxy.cut()
         assert store.complete(claim, result()) is Ended.COMPLETED
@@ -161,7 +173,7 @@ def lose_one_reply(store: RedisStore) -> None:
 
 def test_a_lost_reply_is_asked_for_once_more(redis_url: str, opened: Opener) -> None:
     """The server did the work and the connection broke: the repeat gets the same answer, not HELD."""
-    store = opened(redis_url, timeout=5)
+    store = opened(redis_url)
     claim = take(store, continues=True)
     lose_one_reply(store)
     assert store.claim(claim.operation, lease=LEASE, ttl=TTL).claim == claim
@@ -200,12 +212,12 @@ def test_a_refusal_after_a_lost_reply_proves_nothing(private_redis: RedisServer,
 
 def test_two_lost_replies_may_have_landed(redis_url: str, opened: Opener) -> None:
     with ChaosProxy.before(redis_url) as proxy:
-        store = opened(proxy.url(redis_url), timeout=5)
+        store = opened(proxy.url(redis_url))
         take(store, "warm")
         # With a database to select the repeat's connection fails in its handshake; landed is the first attempt's.
         proxy.drop_replies()
         operation = op()
-        refused(lambda: store.claim(operation, lease=LEASE, ttl=TTL), landed=True, within=6)
+        refused(lambda: store.claim(operation, lease=LEASE, ttl=TTL), landed=True)
         proxy.heal()
         assert store.claim(operation, lease=LEASE, ttl=TTL).answer is Answer.ACQUIRED
 
@@ -219,13 +231,13 @@ def test_an_interrupted_verb_leaves_no_answer_for_the_next_one(private_redis: Re
     def interrupt(*_: object) -> None:
         raise Interrupt
 
-    store = opened(private_redis.url, timeout=5)
+    store = opened(private_redis.url)
     claim = take(store)
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
         private_redis.pause()
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(Interrupt):
+        with pytest.raises(Interrupt):  # noqa: PT012  it may strike before the verb has begun
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
             store.complete(claim, result())
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -236,7 +248,7 @@ def test_an_interrupted_verb_leaves_no_answer_for_the_next_one(private_redis: Re
 
 
 def test_a_child_forked_after_first_use_talks_for_itself(redis_url: str, opened: Opener) -> None:
-    store = opened(redis_url, timeout=5)
+    store = opened(redis_url)
     claim = take(store)
     stop = threading.Event()
 

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from celery_idem.core.records import Answer, Claim, Ended, Release, Renewal, State, replace
 from celery_idem.errors import ConfigurationError, StoreUnavailable
 from celery_idem.stores.sql import SQLStore
-from tests.contract.sql_help import RESULT, acquired, forked, locked_row, new_key, operation, session
+from tests.contract.sql_help import AT_ONCE, MARGIN, RESULT, acquired, forked, locked_row, new_key, operation, session
 
 PROCESSES = 16
 postgres = pytest.mark.postgres
@@ -41,7 +41,7 @@ def store(url: str) -> Iterator[SQLStore]:
 
 @pytest.fixture
 def pg(postgres_url: str) -> Iterator[SQLStore]:
-    store = SQLStore(postgres_url, timeout=3)
+    store = SQLStore(postgres_url, timeout=30)
     store.create_schema()
     yield store
     store.close()
@@ -127,7 +127,7 @@ def test_a_locked_record_is_held_and_delays_no_other(pg: SQLStore, postgres_url:
         assert decision.answer is Answer.HELD
         assert decision.record is not None
         assert decision.record.fence == locked.fence
-        assert took < 1
+        assert took < AT_ONCE
         for other in others:
             assert pg.claim(operation(other.key), lease=30, ttl=60).answer is Answer.RECLAIMED
         assert pg.claim(operation(), lease=30, ttl=60).answer is Answer.ACQUIRED
@@ -140,7 +140,7 @@ def test_a_locked_row_is_busy_in_a_batch_of_renewals(pg: SQLStore, postgres_url:
     with locked_row(postgres_url, claims[4].key):
         answers, took = timed(pg.renew, claims)
     assert answers == {c.token: Renewal.BUSY if c is claims[4] else Renewal.RENEWED for c in claims}
-    assert took < 1
+    assert took < AT_ONCE
     assert set(pg.renew(claims).values()) == {Renewal.RENEWED}
 
 
@@ -174,9 +174,8 @@ def test_a_batch_answers_each_lease_for_itself(pg: SQLStore, postgres_url: str) 
 def test_a_write_waits_for_a_lock_no_longer_than_the_timeout(postgres_url: str) -> None:
     prepared = SQLStore(postgres_url)
     prepared.create_schema()
-    prepared.close()
     store = SQLStore(postgres_url, timeout=1)
-    claim = acquired(store)
+    claim = acquired(prepared)
     verbs = [
         lambda: store.complete(claim, RESULT),
         lambda: store.release(claim, Release.ENDED),
@@ -188,10 +187,11 @@ def test_a_write_waits_for_a_lock_no_longer_than_the_timeout(postgres_url: str) 
             start = time.monotonic()
             with pytest.raises(StoreUnavailable) as caught:
                 verb()
-            assert 0.5 < time.monotonic() - start < 1.2
+            assert 0.5 < time.monotonic() - start < 1 + MARGIN
             assert not caught.value.may_have_landed
-        assert store.purge(10) == 0
-    assert store.complete(claim, RESULT) is Ended.COMPLETED
+        assert prepared.purge(10) == 0
+    assert prepared.complete(claim, RESULT) is Ended.COMPLETED
+    prepared.close()
     store.close()
 
 
@@ -215,13 +215,13 @@ def test_a_locked_sqlite_file(tmp_path: Path) -> None:
         assert store.claim(operation(live.key), lease=30, ttl=60).answer is Answer.HELD
         decision, took = timed(store.claim, operation(lapsed.key), lease=30, ttl=60)
         assert decision.answer is Answer.HELD
-        assert took < 1.5
+        assert took < 4, "not the 5 s that SQLite waits by itself"
         with pytest.raises(StoreUnavailable) as caught:
             store.claim(operation(), lease=30, ttl=60)
         assert not caught.value.may_have_landed
         answers, took = timed(store.renew, [live, lapsed])
         assert set(answers.values()) == {Renewal.BUSY}
-        assert took < 1.5
+        assert took < 4, "not the 5 s that SQLite waits by itself"
         assert store.purge(10) == 0
         assert store.get(live.key) is not None
         connection.exec_driver_sql("ROLLBACK")
@@ -289,7 +289,7 @@ def test_an_open_completion_is_held_even_when_the_lease_lapses(pg: SQLStore, pos
         time.sleep(0.3)
         decision, took = timed(pg.claim, operation(claim.key), lease=30, ttl=60)
         assert decision.answer is Answer.HELD
-        assert took < 1
+        assert took < AT_ONCE
     assert pg.claim(operation(claim.key), lease=30, ttl=60).answer is Answer.COMPLETED
     engine.dispose()
 
@@ -304,7 +304,7 @@ def test_a_vanished_record_is_restored_outside_the_transaction(pg: SQLStore, pos
         assert pg.complete(claim, RESULT, connection=connection) is Ended.COMPLETED
         decision, took = timed(pg.claim, operation(claim.key), lease=30, ttl=60)
         assert decision.answer is Answer.HELD
-        assert took < 1
+        assert took < AT_ONCE
     assert state(pg, claim) is State.COMPLETED
     engine.dispose()
 

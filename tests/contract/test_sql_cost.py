@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -132,15 +133,14 @@ def test_a_million_expired_records_are_purged_beside_the_claims(postgres_url: st
         for definition in definitions:
             cursor.execute(definition)
         cursor.execute("ANALYZE celery_idem_record")
-    slowest = 0.0
+    took: list[float] = []
     over = threading.Event()
 
     def purge() -> None:
-        nonlocal slowest
         for _ in range(10):
             start = time.monotonic()
             assert store.purge(500) == 500
-            slowest = max(slowest, time.monotonic() - start)
+            took.append(time.monotonic() - start)
         over.set()
 
     thread = threading.Thread(target=purge)
@@ -151,7 +151,7 @@ def test_a_million_expired_records_are_purged_beside_the_claims(postgres_url: st
         claims += 1
     thread.join()
     assert claims > 0
-    assert slowest < 2  # by the index; a scan of the million is slower than that ten times over
+    assert statistics.median(took) < 2  # by the index; a scan of the million is slower than that ten times over
     with session(postgres_url) as cursor:
         plan_of = "EXPLAIN " + store._database.statements["purge"].text % {"limit": 500}
         cursor.execute(plan_of)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
 import threading
 import time
 import warnings
@@ -17,7 +18,8 @@ import sqlalchemy as sa
 from celery_idem.core.records import Answer, Claim, Ended, Release, Renewal, State
 from celery_idem.errors import StoreUnavailable
 from celery_idem.stores.sql import SQLStore
-from tests.contract.sql_help import RESULT, acquired, forked, new_key, operation
+from tests.contract.sql_help import MARGIN, RESULT, acquired, answered, forked, new_key, operation
+from tests.support.processes import wait_until
 
 postgres = pytest.mark.postgres
 DRIVERS = ["psycopg2", "psycopg"]
@@ -87,9 +89,9 @@ def test_a_stopped_server_costs_no_verb_more_than_the_timeout(private_postgres: 
     store = SQLStore(driven(private_postgres.url, driver), timeout=1)
     patient = SQLStore(driven(private_postgres.url, driver), timeout=10)
     patient.create_schema()
-    claim = acquired(patient)
+    claim, all_took = acquired(patient), []
     for verb, writes in verbs(store, claim):
-        acquired(store)  # so that a connection is idle
+        wait_until(lambda: answered(lambda: acquired(store)), 20, "that a connection is idle")
         private_postgres.pause()
         try:
             start = time.monotonic()
@@ -98,15 +100,17 @@ def test_a_stopped_server_costs_no_verb_more_than_the_timeout(private_postgres: 
             took = time.monotonic() - start
         finally:
             private_postgres.resume()
-        assert took < 1.4
+        assert took < 1 + MARGIN
+        all_took.append(took)
         assert caught.value.may_have_landed is writes
+    assert statistics.median(all_took) < 1.9, "nor did they wait a second time"
     store.close()
     private_postgres.pause()
     try:
         start = time.monotonic()
         with pytest.raises(StoreUnavailable) as caught:  # with no connection yet
             store.claim(operation(), lease=30, ttl=60)
-        assert time.monotonic() - start < 1.4
+        assert time.monotonic() - start < 1 + MARGIN
         assert not caught.value.may_have_landed
     finally:
         private_postgres.resume()
@@ -122,7 +126,7 @@ def test_a_port_that_never_answers_costs_no_more_than_the_timeout() -> None:
         start = time.monotonic()
         with pytest.raises(StoreUnavailable) as caught:
             store.get(new_key())
-        assert time.monotonic() - start < 0.8
+        assert time.monotonic() - start < 0.4 + MARGIN
         assert not caught.value.may_have_landed
         store.close()
 
@@ -157,13 +161,15 @@ def test_a_restart_between_two_verbs_goes_unnoticed(private_postgres: Any, drive
 
 @postgres
 def test_a_free_connection_is_waited_for_no_longer_than_the_timeout(postgres_url: str) -> None:
+    prepared = SQLStore(postgres_url)
+    prepared.create_schema()
+    prepared.close()
     store = SQLStore(postgres_url, timeout=1, pool_size=1, max_overflow=0)
-    store.create_schema()
     with store._database.engine().connect():
         start = time.monotonic()
         with pytest.raises(StoreUnavailable) as caught:
             store.claim(operation(), lease=30, ttl=60)
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 1 + MARGIN
         assert not caught.value.may_have_landed
     store.close()
 
@@ -259,7 +265,7 @@ def test_an_engine_of_the_callers_own(postgres_url: str) -> None:
 def test_an_odd_row_costs_no_other_lease_its_renewal_and_leaves_no_transaction_open(
     tmp_path: Path, column: str, value: str
 ) -> None:
-    store = SQLStore(f"sqlite:///{tmp_path}/idem.db", timeout=1)
+    store = SQLStore(f"sqlite:///{tmp_path}/idem.db")
     store.create_schema()
     odd, sound = acquired(store), acquired(store)
     calls = [store._database.call() for _ in range(3)]  # as many connections as a pool of threads has used
