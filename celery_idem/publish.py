@@ -25,6 +25,7 @@ from celery_idem.core.holder import current as this_process
 from celery_idem.core.policy import Policy
 from celery_idem.core.records import Delivery, Operation
 from celery_idem.errors import ConfigurationError, KeyMissing
+from celery_idem.verifying import misfit, wanted
 
 if TYPE_CHECKING:
     from celery_idem.app import Runtime
@@ -273,11 +274,15 @@ def _storable(message_id: str | None) -> None:
 
 
 def check_task(task: Idempotent, policy: Policy) -> None:
-    """``ConfigurationError`` if the policy names arguments the task has not."""
+    """``ConfigurationError`` if the policy names arguments the task has not, or its ``verify`` cannot take them."""
     try:
         keys.KeySource.parse(policy.key).check(task.run)
         if policy.fingerprint is not None:
             keys.check_names(task.run, policy.fingerprint)
+        if policy.verify is not None:
+            always, found = misfit(task, policy.verify)
+            if always:
+                raise ConfigurationError(f"{found}: {wanted(task)}")
     except ConfigurationError as error:
         raise ConfigurationError(f"task {task.name}: {error}") from error
 

@@ -133,6 +133,20 @@ def _extra(kwargs: Mapping[str, object], taken: Iterable[str]) -> dict[str, obje
     return {f"**{name}" if name[:1] == "*" or name in taken else name: value for name, value in named}
 
 
+def signature_of(function: Callable[..., object], **options: Any) -> inspect.Signature:
+    """As ``inspect.signature`` has it, whatever its annotations name.
+
+    Raises:
+        ValueError: some built-ins have none.
+    """
+    # 3.14 evaluates annotations when they are asked for, and those under TYPE_CHECKING have no value.
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        options["annotation_format"] = annotationlib.Format.FORWARDREF
+    return inspect.signature(function, **options)
+
+
 def _shape_of(function: Callable[..., object], skip_first: bool) -> _Shape:
     inner = getattr(function, "__func__", None)  # a bound method is a new object at every access
     return _shape(function if inner is None else inner, skip_first or inner is not None)
@@ -140,15 +154,9 @@ def _shape_of(function: Callable[..., object], skip_first: bool) -> _Shape:
 
 @functools.lru_cache(maxsize=4096)
 def _shape(function: Callable[..., object], skip_first: bool) -> _Shape:
-    # 3.14 evaluates annotations when they are asked for, and those under TYPE_CHECKING have no value.
-    options: dict[str, Any] = {}
-    if sys.version_info >= (3, 14):
-        import annotationlib
-
-        options["annotation_format"] = annotationlib.Format.FORWARDREF
     try:
-        signature = inspect.signature(function, **options)
-    except ValueError:  # some built-ins have none
+        signature = signature_of(function)
+    except ValueError:
         signature = inspect.signature(lambda *args, **kwargs: None)  # noqa: ARG005
     parameters = list(signature.parameters.values())
     if skip_first and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from celery_idem.cli_text import duration
 from celery_idem.core.policy import Policy
@@ -13,6 +12,7 @@ from celery_idem.doctor.schedule import needs_its_slot
 from celery_idem.doctor.settings import Rule
 from celery_idem.parking import time_limits
 from celery_idem.task import Idempotent
+from celery_idem.verifying import misfit, wanted
 
 MARGIN = 60
 """Seconds added to what a timeout has to outlast, in the line that is proposed."""
@@ -283,49 +283,19 @@ def _fail_open(facts: Facts) -> Iterator[Finding]:
 
 
 def _verify(facts: Facts) -> Iterator[Finding]:
+    """What a worker does not refuse: it takes the arguments, but not under the task's names."""
     for task, policy in _each(facts):
-        if policy.verify is None:
-            continue
-        severity, misfit = _misfit(task.run, policy.verify)
-        if misfit:
+        found = "" if policy.verify is None else misfit(task, policy.verify)[1]
+        if found:
             yield _of(
                 task,
-                severity,
+                "risk",
                 "verify-takes-other-arguments",
-                misfit,
+                found,
                 "It is called with the task's arguments as the message has them; where it cannot take them, the "
                 "outcome stays unknown.",
-                f"let verify take {inspect.signature(task.run)}",
+                wanted(task),
             )
-
-
-def _misfit(run: Callable[..., object], verify: Callable[..., object]) -> tuple[Severity, str]:
-    """What Python says to a call that ``run`` takes and ``verify`` does not; an empty text where there is none."""
-    try:
-        signature, parameters = inspect.signature(verify), inspect.signature(run).parameters.values()
-    except (TypeError, ValueError):  # builtins may have none
-        return "risk", ""
-    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
-    calls: list[tuple[Severity, list[str], list[str]]] = [
-        ("fault", [p.name for p in placed], list(named)),
-        (
-            "fault",
-            [p.name for p in placed if p.default is p.empty],
-            [n for n, p in named.items() if p.default is p.empty],
-        ),
-        (
-            "risk",
-            [p.name for p in placed if p.kind is p.POSITIONAL_ONLY],
-            [*(p.name for p in placed if p.kind is p.POSITIONAL_OR_KEYWORD), *named],
-        ),
-    ]
-    for severity, args, kwargs in calls:
-        try:
-            signature.bind(*args, **dict.fromkeys(kwargs))
-        except TypeError as error:
-            return severity, f"verify, called as the task may be: {error}"
-    return "risk", ""
 
 
 RULES: tuple[Rule, ...] = (

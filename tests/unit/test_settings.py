@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+import re
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from celery import Celery
 
-from celery_idem import ConfigurationError, Policy
+from celery_idem import ConfigurationError, IdempotentTask, Policy
 from celery_idem.app import given_settings, runtime_of
 from celery_idem.core.policy import UNSET
 from celery_idem.core.settings import PER_TASK, TABLE, Settings
@@ -115,8 +120,6 @@ def test_an_unknown_store_scheme_is_a_clear_error() -> None:
 
 
 def test_a_key_that_names_no_argument_stops_the_worker() -> None:
-    from celery_idem import IdempotentTask
-
     app = Celery("e", set_as_current=False)
     app.conf.idempotency_store = "memory://"
 
@@ -126,3 +129,71 @@ def test_a_key_that_names_no_argument_stops_the_worker() -> None:
     app.finalize()
     with pytest.raises(ConfigurationError, match="order_id"):
         runtime_of(app).check()
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+def injecting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that gives the first argument itself, under the wrapped function's signature."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function("session", *args, **kwargs)
+
+    return wrapper
+
+
+def checked_with(verify: Any, run: Callable[..., Any], **options: Any) -> None:
+    app = Celery("shop", set_as_current=False)
+    app.conf.idempotency_store = "memory://"
+    app.task(base=IdempotentTask, name="pay", shared=False, idempotency=Policy(verify=verify), **options)(run)
+    app.finalize()
+    runtime_of(app).check()
+
+
+def pay(order_id: int, amount: float = 0, *, note: str = "") -> None: ...
+def pay_bound(self: Any, order_id: int) -> None: ...
+def pay_all(*orders: int) -> None: ...
+@injecting
+def pay_injected(session: str, order_id: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("verify", "run", "options", "said"),
+    [
+        (lambda: None, pay, {}, "too many positional arguments: let verify take (order_id, amount=0, *, note='')"),
+        (lambda order_id: None, pay, {"autoretry_for": (OSError,)}, "too many positional arguments"),
+        (lambda order_id, amount, **_: None, pay, {}, "missing a required argument: 'amount'"),
+        (lambda order_id, amount=0: None, pay, {}, "unexpected keyword argument 'note'"),
+        (lambda self, order_id: None, pay_bound, {"bind": True}, "'order_id': let verify take (order_id)"),
+    ],
+)
+def test_a_verify_that_cannot_take_its_tasks_arguments_stops_the_worker(
+    verify: Any, run: Callable[..., Any], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(said)) as refused:
+        checked_with(verify, run, **options)
+    assert str(refused.value).startswith("task pay: verify, called as the task may be: ")
+
+
+@pytest.mark.parametrize(
+    ("verify", "run"),
+    [
+        (lambda order_id, amount=0, note="": None, pay),
+        (lambda *args, **kwargs: None, pay),
+        (lambda order, amount=0, *, note="": None, pay),  # other names; ``doctor`` tells of it
+        (functools.partial(lambda session, *args, **kwargs: None, "session"), pay),
+        (injecting(lambda session, order_id, amount=0, note="": None), pay),
+        (lambda order_id: None, pay_injected),
+        (lambda order_id: None, pay_all),
+        (Mock(), pay),
+        (MagicMock(spec=pay), pay),
+        (dict, pay),
+        (min, pay),
+        (operator.itemgetter(0), pay),
+        (type("Odd", (), {"__call__": lambda self, *_, **__: None, "__signature__": "none"})(), pay),
+    ],
+)
+def test_a_verify_that_may_take_them_is_never_refused(verify: Any, run: Callable[..., Any]) -> None:
+    checked_with(verify, run)
