@@ -25,7 +25,7 @@ from celery_idem.core.context import RUNNING, RunContext, current
 from celery_idem.core.effects import Effects
 from celery_idem.core.keys import KeySource
 from celery_idem.core.policy import UNSET, Policy
-from celery_idem.core.settings import PER_TASK
+from celery_idem.core.settings import PER_TASK, PREFIX
 from celery_idem.delivery import Delivering, tell_started
 from celery_idem.errors import ConfigurationError, KeyMissing
 from celery_idem.parking import confirmed_producer
@@ -319,8 +319,9 @@ class IdempotentTask(Idempotent):
 
 def _refuse_stray(options: Mapping[str, Any], own: Policy) -> None:
     """A policy's word outside of the policy would be a task without protection, and nothing would say so."""
-    stray = sorted(name for name in (*PER_TASK, "idempotency_key", "once") if name in options)
-    stray = [name for name in stray if name not in {"key", "serializer"}]
+    ours = {*PER_TASK, "once"} - {"key", "serializer"}
+    prefixed = (name for name in options if name.startswith(PREFIX) and name != "idempotency_policy")
+    stray = sorted([*ours & options.keys(), *prefixed])
     if stray:
         raise ConfigurationError(
             f"task {options.get('name')}: {', '.join(stray)} is no task option: say idempotency=Policy(…), "

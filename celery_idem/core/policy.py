@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import wraps
 from typing import Any, Literal
 
 from celery_idem.core.settings import BY_NAME, PER_TASK, Settings, check_name, checked
@@ -25,9 +26,9 @@ UNSET: Any = _Unset()
 class Policy:
     """How one task is made idempotent. What is left out comes from the base class, then from the settings.
 
-    Field by field this is the per-task part of docs/reference/settings.md; an unknown name is a TypeError, a value a
-    setting would refuse is a ``ConfigurationError``. ``name`` is the stable task name inside the key: set it before
-    you rename a task, so that messages in flight keep their keys.
+    Field by field this is the per-task part of docs/reference/settings.md; an unknown name is a TypeError that says the
+    nearest, a value a setting would refuse is a ``ConfigurationError``. ``name`` is the stable task name inside the
+    key: set it before you rename a task, so that messages in flight keep their keys.
     """
 
     name: str | None = None
@@ -71,6 +72,28 @@ class Policy:
         return isinstance(error, tuple(self.replay_failures))
 
 
+def _known(function: Callable[..., None]) -> Callable[..., None]:
+    """Name the nearest option where Python would name none; for everybody who asks, the signature stays."""
+
+    @wraps(function)
+    def init(self: Policy, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in _OPTIONS:
+                raise TypeError(f"Policy has no option {name!r}: {_nearest(name)}")
+        function(self, *args, **given)
+
+    return init
+
+
+def _nearest(option: object) -> str:
+    near = get_close_matches(str(option), _OPTIONS, n=1)
+    return f"did you mean {near[0]!r}?" if near else "see docs/reference/settings.md"
+
+
+_OPTIONS = ("name", *PER_TASK)
+Policy.__init__ = _known(Policy.__init__)  # type: ignore[method-assign]
+
+
 class Patterns:
     """``idempotency_tasks``, read: which tasks the setting names, and the options it gives them.
 
@@ -99,10 +122,10 @@ def _options(glob: str, word: Any) -> Policy | Literal[False]:
         return word
     options = {} if word is True else word
     for option in options:
-        if option not in (*PER_TASK, "name"):
-            near = get_close_matches(str(option), PER_TASK, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "see docs/reference/settings.md"
-            raise ConfigurationError(f"idempotency_tasks[{glob!r}] names {option!r}, which is no option: {hint}")
+        if option not in _OPTIONS:
+            raise ConfigurationError(
+                f"idempotency_tasks[{glob!r}] names {option!r}, which is no option: {_nearest(option)}"
+            )
     try:
         return Policy(**options)
     except ConfigurationError as error:

@@ -60,8 +60,12 @@ def test_a_name_no_store_could_keep_is_refused(name: Any) -> None:
 def test_an_unknown_name_is_refused_with_the_nearest_match() -> None:
     with pytest.raises(ConfigurationError, match="idempotency_lease"):
         Settings.load({"leese": 5}, environment={})
-    with pytest.raises(TypeError, match="leese"):
+    with pytest.raises(TypeError, match="Policy has no option 'leese': did you mean 'lease'"):
         Policy(leese=5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"settings\.md"):
+        Policy(zzz=5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        Policy("order:{order}")  # type: ignore[misc]
 
 
 def test_the_environment_overrides_the_mode_and_is_checked() -> None:

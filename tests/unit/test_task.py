@@ -1138,7 +1138,14 @@ def test_the_right_to_continue_is_settled_when_celery_has_published(shop: Shop) 
 
 
 @pytest.mark.parametrize(
-    "options", [{"fingerprint": ["amount"]}, {"on_unknown": "fail"}, {"idempotency_key": "o:{order}"}, {"once": {}}]
+    "options",
+    [
+        {"fingerprint": ["amount"]},
+        {"on_unknown": "fail"},
+        {"idempotency_key": "o:{order}"},
+        {"idempotency_leese": 3},
+        {"once": {}},
+    ],
 )
 def test_a_policys_word_outside_of_the_policy_is_refused(shop: Shop, options: Any) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
