@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from celery_idem.task import Idempotent
 
 logger = logging.getLogger("celery_idem")
+NOTHING_ON = (
+    "idempotency_… is set, but no task is switched on: name celery_idem:annotation in task_annotations, or give tasks "
+    "base=IdempotentTask"
+)
 _runtimes: WeakKeyDictionary[Celery, Runtime] = WeakKeyDictionary()
 _making = threading.Lock()
 
@@ -206,18 +210,24 @@ class Runtime:
 
     def check(self) -> list[str]:
         """Warnings about settings, policies and store; ``ConfigurationError`` where a worker must not start."""
+        from celery_idem.unclaimed import unclaimed
+
+        self.check_governed()
         if self.mode == "off":
             return ["mode is off: duplicates run"]
         self.check_tasks()
         warnings = (
             ["mode is observe: duplicates run, and the log says what would be done"] if self.mode == "observe" else []
         )
+        if given_settings(self.app.conf) and not any(True for _ in self.tasks()):
+            warnings.append(NOTHING_ON)
         warnings += [f"idempotency_tasks names {glob!r}, which fits no task" for glob in self.idle_globs()]
         if self.lacks_switch:
             warnings.append(
                 "idempotency_tasks is set, but task_annotations does not name celery_idem:annotation: only tasks with "
                 "base=IdempotentTask are switched on"
             )
+        warnings += [str(one) for one in unclaimed(self)]
         early = [task.name for task in self.tasks() if acked_early(task)]
         if early:
             lost = f"{early[0]} is acked before it runs, so a crash loses it"
@@ -232,10 +242,19 @@ class Runtime:
             )
         return warnings
 
+    def check_governed(self) -> None:
+        """``ConfigurationError`` where a worker must not start because of ``governed_…``; no database is asked."""
+        if governed_settings(self.app.conf):
+            from celery_idem.governed.chain import governance_of
+
+            governance_of(self.app).check()
+
     def check_tasks(self) -> None:
         """``ConfigurationError`` where a worker must not start because of its tasks; the store is not asked."""
         from celery_idem.publish import check_task
+        from celery_idem.unclaimed import check_annotations
 
+        check_annotations(self.app.conf)
         for name, plain in self.app.tasks.items():
             if isinstance(getattr(plain, "idempotency", None), Policy):
                 raise ConfigurationError(
@@ -351,10 +370,7 @@ def tell_if_nothing_is_on(sender: Any, **_: Any) -> None:
     """A worker whose app has our settings, and no task or setting that loaded us: it runs every duplicate."""
     app = sender.app
     if CheckStore not in app.steps["worker"] and given_settings(app.conf):
-        logger.warning(
-            "celery_idem: idempotency_… is set, but no task is switched on: name celery_idem:annotation in "
-            "task_annotations, or give tasks base=IdempotentTask"
-        )
+        logger.warning("celery_idem: %s", NOTHING_ON)
 
 
 def ensure_installed(app: Celery) -> None:

@@ -6,6 +6,7 @@ docs/reference/delivery-table.md is this file in prose; the mechanism itself is 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ from celery_idem.core.records import (
 )
 from celery_idem.errors import (
     ClaimConflict,
+    ConfigurationError,
     FingerprintMismatch,
     KeyMissing,
     LeaseLost,
@@ -167,9 +169,16 @@ class Delivering:
         args, kwargs = _own_copy(self.args, self.kwargs)
         self.in_body = True
         try:
-            return self.run(*args, **kwargs)
+            value = self.run(*args, **kwargs)
         finally:
             self.in_body = False
+        if inspect.iscoroutine(value) and not self.observe:
+            value.close()
+            raise ConfigurationError(
+                f"task {self.task.name} is async and nothing awaits it here, so its body did not run: make it a plain "
+                "function that calls asyncio.run(…), or leave the task out with idempotency_tasks"
+            )
+        return value
 
     def ending(self, value: Any, error: BaseException | None) -> Ending:
         """What becomes of the claim: design's delivery table, the rows below ACQUIRED."""

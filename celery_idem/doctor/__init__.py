@@ -34,6 +34,7 @@ def examine(app: Celery) -> list[Finding]:
         return wrong
     runtime = runtime_of(app)
     try:
+        runtime.check_governed()
         if runtime.mode == "off":
             return [settings.switched_off()]
         runtime.check_tasks()

@@ -12,6 +12,7 @@ from celery_idem.doctor.schedule import needs_its_slot
 from celery_idem.doctor.settings import Rule
 from celery_idem.parking import time_limits
 from celery_idem.task import Idempotent
+from celery_idem.unclaimed import unclaimed
 from celery_idem.verifying import misfit, wanted
 
 MARGIN = 60
@@ -62,6 +63,11 @@ def _given_back(facts: Facts, task: Idempotent) -> bool:
     """Whether a killed child's message runs again, or the task's own class says that it must not."""
     retried = facts.conf.get("task_retry_on_worker_lost", False) or getattr(task, "retry_on_worker_lost", False)
     return bool(task.reject_on_worker_lost or retried or task.always_idempotent)
+
+
+def _unclaimed(facts: Facts) -> Iterator[Finding]:
+    for name, found, why, change in unclaimed(facts.runtime):
+        yield Finding("risk", "not-claimed", "task", found, why, change, (name,))
 
 
 # --- how long a message is out ---------------------------------------------------------------------------------------
@@ -300,6 +306,7 @@ def _verify(facts: Facts) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     _acks,
+    _unclaimed,
     _long_body,
     _full_prefetch,
     _long_retry,

@@ -206,6 +206,8 @@ def approve(
     action = store.get_action(action_id)
     if (evidence is None) == (principal is None):
         raise ConfigurationError("approve() takes either evidence= or principal=: say who approves, or give the proof")
+    if isinstance(evidence, str):
+        raise ConfigurationError(f"approve() got evidence={evidence!r:.80}: say who approves as principal=…")
     if evidence is not None and not isinstance(evidence, Mapping):
         raise refused("evidence")
     if evidence is None or action["state"] == STATE_PROPOSED:
@@ -417,8 +419,13 @@ def register(app: Celery) -> None:
 
 
 def _offer(app: Celery) -> None:
-    if given_settings(app.conf).get("store"):
+    given = given_settings(app.conf)
+    if given.get("store"):
         register(app)
+    elif given:  # without the store, or with its name misspelt: a worker has to be told
+        from celery_idem.governed.recovery import SweepStep
+
+        app.steps["worker"].add(SweepStep)
 
 
 def _begin_worker(instance: Any = None, **_: Any) -> None:

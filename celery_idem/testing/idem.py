@@ -199,7 +199,10 @@ class Idem:
     def runs(self, task: Any) -> int:
         """How often the task's body ran."""
         self._count_bodies()
-        return self._runs[getattr(task, "name", task)]
+        name = getattr(task, "name", task)
+        if name not in self.app.tasks:  # or a test that it did not run would pass for a misspelt name
+            raise ValueError(f"{name!r} is no task of this app: give the task, or its whole name")
+        return self._runs[name]
 
     def told(self) -> list[str]:
         """Names of all events that ended a decision so far, in order."""

@@ -147,7 +147,7 @@ def test_an_approval_that_would_not_hold_is_refused_at_once(office: Office, chan
     assert office.store.list_receipts(action_id) == []
 
 
-@pytest.mark.parametrize("evidence", ["yes", ["yes"], {"decision": float("nan")}, {"decision": object()}])
+@pytest.mark.parametrize("evidence", [["yes"], {"decision": float("nan")}, {"decision": object()}])
 def test_evidence_that_is_none_is_refused_as_such(office: Office, evidence: Any) -> None:
     action_id = office.proposed()
     with pytest.raises(GateRefused) as refused:
@@ -202,6 +202,9 @@ def test_approve_wants_to_know_who_approves(office: Office) -> None:
         approve(action_id, app=office.app)
     with pytest.raises(ConfigurationError, match="principal"):
         approve(action_id, evidence_for(office, action_id), principal="ann", app=office.app)
+    with pytest.raises(ConfigurationError, match="evidence='ann': say who approves as principal="):
+        approve(action_id, "ann", app=office.app)  # type: ignore[arg-type]
+    assert office.happened(action_id) == ["proposed"]
 
 
 def test_a_rejected_action_never_happens(office: Office) -> None:

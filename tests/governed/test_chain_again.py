@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from celery_idem.errors import ActionFailed, ActionTransitionError
+from celery_idem.errors import ActionFailed, ActionTransitionError, ConfigurationError
 from celery_idem.governed import chain as chain_module
 from celery_idem.governed.chain import StepTask, approve, governed_chain, register
 from celery_idem.testing import POINTS
@@ -190,6 +191,16 @@ def test_a_worker_gets_the_steps_from_one_line_of_settings(tmp_path: Path) -> No
     tasks, steps = run.stdout.splitlines()[-2:]
     assert tasks.split() == [f"celery_idem.governed.{name}" for name in sorted((*STEPS, "sweep"))]
     assert {"CheckStore", "SweepStep"} <= set(steps.split())
+
+
+def test_a_worker_whose_store_is_misspelt_is_told(tmp_path: Path) -> None:
+    app = Celery("house", broker="memory://", set_as_current=False)
+    app.conf.governed_stor = f"sqlite:///{tmp_path}/a.db"
+    app.finalize()
+    assert not any(name.startswith("celery_idem.governed") for name in app.tasks)
+    (step,) = (step for step in app.steps["worker"] if step.__name__ == "SweepStep")
+    with pytest.raises(ConfigurationError, match="governed_stor is not a setting: did you mean governed_store"):
+        step(SimpleNamespace(app=app, steps=[])).start(SimpleNamespace(app=app))
 
 
 def test_a_steps_claim_is_a_mutex_that_remembers_nothing(office: Office) -> None:

@@ -124,6 +124,23 @@ def refund(order_id: int) -> None:
     raise ValueError(f"no order {order_id}")
 
 
+# --- check, as a worker checks ---
+
+
+@pytest.mark.parametrize(
+    ("conf", "said"),
+    [
+        ({"governed_store": "redis://localhost/0"}, "governed_store: no SQL store on redis"),
+        ({"governed_stor": "sqlite:///a.db"}, "did you mean governed_store?"),
+        ({"governed_lease": "x", "idempotency_mode": "off"}, "governed_lease = 'x': must be a number"),
+    ],
+)
+def test_check_refuses_settings_of_governed_actions_as_a_worker_does(
+    make_shell: Callable[..., Shell], conf: dict[str, Any], said: str
+) -> None:
+    assert said in make_shell(**conf)("check", exit_code=1).stderr
+
+
 # --- init, purge -----------------------------------------------------------------------------------------------------
 
 

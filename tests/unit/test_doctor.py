@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from celery.beat import BeatLazyFunc
 from celery.bin.base import CLIContext
 from celery.schedules import crontab, schedule
@@ -131,6 +131,25 @@ RULES = [
     ("refused", "fault", Shop({"idempotency_leese": 3}), [Shop({"idempotency_lease": 30})]),
     ("refused", "fault", Shop({"idempotency_store": None}), [Shop()]),
     ("refused", "fault", Shop(policy=Policy(verify=lambda order_id, amount: None)), [Shop()]),
+    ("refused", "fault", Shop({"governed_store": "redis://localhost/0"}), [Shop({"governed_store": "sqlite:///a.db"})]),
+    ("refused", "fault", Shop({"governed_stor": "sqlite:///a.db"}), [Shop({"governed_lease": 30})]),
+    ("refused", "fault", Shop({"idempotency_mode": "off", "governed_lease": "x"}), [Shop({"governed_lease": 30})]),
+    (
+        "not-claimed",
+        "risk",
+        Shop(LATE, {"key": "order:{order_id}"}, plain=True),
+        [
+            Shop(LATE, {"key": "order:{order}"}, plain=True),
+            Shop(LATE, {"key": 5}, plain=True),
+            Shop({}, {"key": ORDER}),
+        ],
+    ),
+    (
+        "not-claimed",
+        "risk",
+        Shop({}, {"Strategy": "batches:collect"}),
+        [Shop({"task_annotations": [{"*": {"rate_limit": 5}}]}, {"Strategy": Task.Strategy})],
+    ),
     ("refused", "fault", Shop(policy=Policy(key=["order"])), [Shop(policy=Policy(key=["order_id"]))]),
     ("mode", "hint", Shop({"idempotency_mode": "off"}), [Shop()]),
     ("mode", "hint", Shop({"idempotency_mode": "observe"}), [Shop()]),

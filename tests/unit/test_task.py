@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -870,6 +871,35 @@ def test_observe_runs_every_copy_and_says_what_it_would_do(make_shop: Any) -> No
     assert len(charge.runs) == 2
     assert shop.terminal() == ["NEW", "WOULD_REPLAY"]
     assert shop.messages() == []
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_coroutine_that_nobody_awaits_fails_and_is_recorded_as_nothing(make_shop: Any, ignored: bool) -> None:
+    """It did not run. A record that says otherwise would replay, for a day, what never happened."""
+    shop = make_shop()
+
+    async def charge() -> str:
+        raise AssertionError("nobody runs this")
+
+    task = shop.task(name="charge", key="arguments", ignore_result=ignored)(charge)
+    for _ in range(2):
+        delivered = shop.deliver(shop.send(task))
+        assert isinstance(delivered.value, ConfigurationError)
+        assert "task charge is async" in str(delivered.value)
+        assert shop.store.get(delivered.key).state is State.RELEASED
+    assert shop.terminal() == ["NEW", "NEW"]
+
+
+def test_observe_leaves_a_coroutine_to_whoever_awaits_it(make_shop: Any) -> None:
+    shop = make_shop(idempotency_mode="observe")
+
+    async def charge() -> str:
+        return "paid"
+
+    task = shop.task(name="charge", ignore_result=True)(charge)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nobody does, here
+        assert shop.deliver(shop.send(task)).state == "SUCCESS"
 
 
 def test_a_direct_call_runs_and_has_a_real_context(shop: Shop) -> None:

@@ -70,6 +70,12 @@ def idem(shop: Shop) -> Iterator[Idem]:
         yield started
 
 
+def test_a_misspelt_task_is_no_task_that_did_not_run(shop: Shop, idem: Idem) -> None:
+    assert idem.runs(shop.charge) == idem.runs("charge") == 0
+    with pytest.raises(ValueError, match="'chrage' is no task of this app"):
+        idem.runs("chrage")
+
+
 # --- deliveries -----------------------------------------------------------------------------------
 
 
