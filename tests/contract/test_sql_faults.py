@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from celery_idem.core.records import Answer, Claim, Ended, Release, Renewal, State
 from celery_idem.errors import StoreUnavailable
 from celery_idem.stores.sql import SQLStore
-from tests.contract.sql_help import MARGIN, RESULT, acquired, answered, forked, new_key, operation
+from tests.contract.sql_help import MARGIN, RESULT, acquired, answered, forked, new_key, operation, session
 from tests.support.processes import wait_until
 
 postgres = pytest.mark.postgres
@@ -156,6 +156,33 @@ def test_a_restart_between_two_verbs_goes_unnoticed(private_postgres: Any, drive
     assert not caught.value.may_have_landed  # there was no connection to send it on
     private_postgres.start()
     assert store.get(claim.key) is not None
+    store.close()
+
+
+def read_only(url: str, how: str) -> None:
+    """Every session that begins from now on is one of a server that takes no writes, or is not."""
+    with session(url) as cursor:
+        cursor.execute("SET default_transaction_read_only = off")
+        cursor.execute(f"ALTER DATABASE {sa.make_url(url).database} SET default_transaction_read_only = {how}")
+
+
+@postgres
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_demoted_primary_is_left_for_the_new_one(postgres_url: str, driver: str) -> None:
+    before, store = SQLStore(postgres_url), SQLStore(driven(postgres_url, driver))
+    before.create_schema()
+    claim = acquired(before)
+    read_only(postgres_url, "on")
+    for verb in (lambda: acquired(store), lambda: store.begin(claim)):
+        with pytest.raises(StoreUnavailable, match="primary") as refused:
+            verb()
+        assert not refused.value.may_have_landed
+    read_only(postgres_url, "off")
+    acquired(store)
+    transaction = store.begin(claim)
+    assert transaction is not None
+    assert transaction.commit(RESULT) is Ended.COMPLETED
+    before.close()
     store.close()
 
 

@@ -17,6 +17,7 @@ from sqlalchemy.pool import PoolProxiedConnection
 
 from celery_idem.errors import StoreError
 from celery_idem.stores.sql.failures import (
+    READ_ONLY,
     Again,
     Locked,
     NoSchema,
@@ -24,6 +25,7 @@ from celery_idem.stores.sql.failures import (
     connecting,
     is_driver_error,
     no_schema,
+    sqlstate,
     translated,
     unavailable,
 )
@@ -41,6 +43,8 @@ class Call:
     """The statements of one verb: one connection, one deadline."""
 
     joined = False
+    theirs = False
+    """Whether the connection is the caller's, who may have made its transaction read-only."""
 
     def __init__(self, database: Database, deadline: float) -> None:
         self.database = database
@@ -124,6 +128,7 @@ class Call:
         except Exception as error:
             original = cause(error)
             self._lost = not self.database.sqlite and self.database.leads_nowhere(driver, original)
+            self._lost = self._lost and not (self.theirs and sqlstate(original) == READ_ONLY)
             if self._lost:
                 line.invalidate(original)
             elif not is_driver_error(error):
@@ -171,7 +176,7 @@ class Call:
 class JoinedCall(Call):
     """The statements of one verb inside the caller's transaction, whose connection is never replaced."""
 
-    joined = True
+    joined = theirs = True
 
     def __init__(self, database: Database, deadline: float, connection: Connection) -> None:
         super().__init__(database, deadline)

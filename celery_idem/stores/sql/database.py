@@ -24,9 +24,11 @@ from celery_idem.stores.sql import schema
 from celery_idem.stores.sql.call import Call, JoinedCall, Line
 from celery_idem.stores.sql.dialect import statements
 from celery_idem.stores.sql.failures import (
+    READ_ONLY,
     Again,
     Locked,
     connecting,
+    sqlstate,
     unavailable,
 )
 from celery_idem.stores.sql.opening import Attempt, in_memory, parsed, with_driver
@@ -223,6 +225,8 @@ class Database:
     def leads_nowhere(self, driver: Any, error: BaseException) -> bool:
         """Whether the driver's connection is of no use after this error."""
         if getattr(driver, "closed", False) or getattr(driver, "broken", False):
+            return True
+        if sqlstate(error) == READ_ONLY:  # a demoted primary: a new connection looks up where the new one is
             return True
         return self.engine().dialect.is_disconnect(error, driver, None)  # type: ignore[arg-type]
 

@@ -12,6 +12,7 @@ from celery_idem.stores.sql.schema import INIT, record
 
 # The server said no and rolled back, except where it was going down: that may have been after the commit.
 _IN_DOUBT = ("08", "57P", "58", "XX")
+READ_ONLY = "25006"
 _TRY_AGAIN = frozenset({"40001", "40P01"})
 _NO_SCHEMA = frozenset({"42P01", "42703", "3F000"})
 _BUSY = ("database is locked", "database table is locked", "database schema is locked")
@@ -84,6 +85,8 @@ def unavailable(name: str, why: object, *, landed: bool, file: str | None = None
     if step is not None:
         return Refused(f"the {name} store refused ({_line(why)}): {step}", may_have_landed=landed)
     step = _NO_FILE if name == "sqlite" and "unable to open" in str(why) else "check that it runs and that"
+    if isinstance(why, BaseException) and sqlstate(why) == READ_ONLY:
+        step = "check that this is the primary, that it takes writes, and that"
     return StoreUnavailable(
         f"the {name} store gave no answer ({_line(why)}): {step} idempotency_store names it",
         may_have_landed=landed,
