@@ -120,7 +120,7 @@ class Effects:
         if transaction is None:
             self._lose()
             raise LeaseLost(_LOST)
-        if claim is not None:
+        if claim is not None and not transaction.may_break:
             engine.heartbeat.discard(claim)  # the record is locked: nobody can take it, and nobody renew it
         self._since = time.monotonic()
         return transaction

@@ -129,6 +129,8 @@ class Transaction(Protocol):
     """One open transaction on the store's database. Only its own thread uses it."""
 
     carrier: Carrier
+    may_break: bool
+    """Whether its connection, and with it the record's lock, may be lost while the body goes on: then renew."""
 
     def commit(self, outcome: Outcome | None) -> Ended:
         """COMPLETED if what was written and the outcome of the claim are recorded together; LOST if nothing is.
@@ -181,7 +183,7 @@ class Transactional(Protocol):
     def begin(self, claim: Claim | None, carrier: Carrier | None = None) -> Transaction | None:
         """Begin a transaction whose first statement locks the claim's record; None if another token has the key.
 
-        The lock protects the claim from then on: it need not be renewed.
+        The lock protects the claim from then on, for as long as the connection lasts.
 
         Args:
             claim: None begins a plain transaction, to be committed without an outcome.

@@ -376,6 +376,64 @@ def test_a_connection_cut_before_the_commit_leaves_nothing(pg: SQLStore, pg_url:
     assert pg.release(claim, Release.INTERRUPTED) is Ended.RELEASED
 
 
+def cut_off(connection: Any, url: str) -> None:
+    """As a pooler, a proxy or idle_in_transaction_session_timeout would."""
+    pid = connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()
+    with session(url) as cursor:
+        cursor.execute("SELECT pg_terminate_backend(%s)", (pid,))
+
+
+@postgres
+def test_a_body_whose_transaction_was_cut_off_keeps_its_key(pg: SQLStore, pg_url: str) -> None:
+    policy = Policy(wait_timeout=0, lease=3)
+    engine, other = Engine(pg, policy), SQLStore(pg_url)
+    asked, answers = operation(), []
+
+    def body(context: Any) -> str:
+        with context.transaction() as connection:
+            connection.execute(sa.text("INSERT INTO ledger VALUES (50)"))
+            cut_off(connection, pg_url)
+            until = time.monotonic() + 1.5 * policy.lease
+            while time.monotonic() < until:
+                answers.append(other.claim(operation(asked.key), lease=3, ttl=60).answer)
+                time.sleep(0.05)
+        return "paid"
+
+    with pytest.raises(StoreUnavailable):
+        engine.run(asked, body)
+    assert set(answers) == {Answer.HELD}
+    assert amounts(pg_url) == []
+    anew = other.claim(operation(asked.key), lease=3, ttl=60)
+    assert anew.answer is Answer.RECLAIMED
+    engine.heartbeat.stop()
+    other.close()
+
+
+@postgres
+def test_a_body_whose_transaction_was_cut_off_and_whose_key_was_taken_is_stopped(pg_url: str) -> None:
+    store, other = SQLStore(pg_url), SQLStore(pg_url)
+    engine = Engine(store, Policy(wait_timeout=0, lease=0.6))
+    asked = operation()
+
+    def body(context: Any) -> str:
+        with context.transaction() as connection:
+            cut_off(connection, pg_url)
+            wait_until(taken, 10, "the lock is gone, and another worker takes the key")
+            wait_until(lambda: context.lost, 10, "the renewal hears of it")
+            context.check()
+        return "paid"
+
+    def taken() -> bool:
+        (record,) = other.find()
+        return other.claim(taking, lease=60, ttl=60, dead_fence=record.fence).claim is not None
+
+    taking = operation(asked.key)
+    assert engine.attempt(asked, body).status is Status.LEASE_LOST
+    engine.heartbeat.stop()
+    store.close()
+    other.close()
+
+
 @postgres
 def test_an_error_the_body_swallowed_is_not_lost(pg: SQLStore, pg_url: str) -> None:
     claim = acquired(pg)

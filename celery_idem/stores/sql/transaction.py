@@ -132,6 +132,7 @@ class SQLTransaction:
     def __init__(self, database: Database, known: GuardedRows, claim: Claim | None, carrier: Carrier) -> None:
         self._database, self._rows, self._claim = database, known, claim
         self.carrier = carrier
+        self.may_break = not database.sqlite
         self._row: Row | None = None
         self._open = False
 
