@@ -311,6 +311,19 @@ def test_a_demoted_primary_refuses_and_its_connection_is_given_up(private_redis:
     assert store.complete(claim, result()) is Ended.COMPLETED
 
 
+def test_a_primary_cut_off_from_its_replicas_is_left_for_the_new_one(
+    private_redis: RedisServer, opened: Opener
+) -> None:
+    with RedisServer() as new, ChaosProxy.before(private_redis.url) as proxy:
+        store = opened(proxy.url(private_redis.url))
+        take(store)
+        with redis.Redis.from_url(private_redis.url) as client:
+            client.config_set("min-replicas-to-write", "1")
+        proxy._upstream_port = new.port  # its name leads there from now on, and what is open stays where it is
+        assert "replicas" in str(refused(lambda: take(store, "b"), landed=False))
+        assert take(store, "b")
+
+
 def test_wrong_credentials_are_told_without_them(private_redis: RedisServer, opened: Opener) -> None:
     with redis.Redis.from_url(private_redis.url) as client:
         client.config_set("requirepass", "r1ght")

@@ -46,6 +46,8 @@ _NAMELESS = {
 }
 LASTING = frozenset({"NOAUTH", "NOPERM", "WRONGPASS", "DB"})
 """What no waiting mends."""
+ELSEWHERE = frozenset({"READONLY", "NOREPLICAS", "MASTERDOWN"})
+"""What a primary says that was demoted, or cut off from its replicas: there may be a new one."""
 _NEXT_STEP = {
     "NOAUTH": "it refused the user or password: correct them in idempotency_store",
     "WRONGPASS": "it refused the user or password: correct them in idempotency_store",
@@ -203,8 +205,8 @@ class PooledWire:
             try:
                 replies.append(connection.read_response())
             except exceptions.ResponseError as error:
-                if code_of(error) == "READONLY":
-                    raise  # a demoted primary: without this connection the next verb looks up where the new one is
+                if code_of(error) in ELSEWHERE:
+                    raise  # without this connection the next verb looks up where the primary is now
                 replies.append(error)
         if hurried:
             lent.socket.settimeout(self._patience)
