@@ -80,6 +80,7 @@ class Delivering:
         self.continues = _continues(request)
         self.successor: Successor | None = None
         self.replaced = False
+        self.returned = False
         self.ended_by: tuple[Any, ...] | None = None if self.observe else ("generation", request.retries)
         self.context: RunContext | None = None
         self.stamp: publish.Stamp | None = None
@@ -199,7 +200,7 @@ class Delivering:
             kind = Kind.REPLACED if self.replaced else Kind.IGNORED
             return Ending.complete(kind) if remembers else Ending.release(Release.ENDED)
         if isinstance(error, Reject):
-            return Ending.release(Release.YIELDED)
+            return Ending.release(Release.YIELDED if self.successor is None else Release.RETRY, self.successor)
         if not isinstance(error, Exception):
             return Ending.release(Release.INTERRUPTED)
         if remembers and self.policy.replays(error):
@@ -242,6 +243,16 @@ class Delivering:
             return
         if claim.right:
             self.engine.settle(claim)
+        else:
+            self.engine.release(claim, Release.ENDED)
+
+    def untold(self) -> None:
+        """The broker did not take what follows a value: another copy of the message, if one comes, may publish it."""
+        claim = self._still_open(published=False)
+        if claim is None:
+            return
+        if claim.right:
+            self.engine.abandon(claim)
         else:
             self.engine.release(claim, Release.ENDED)
 
@@ -290,6 +301,7 @@ class Delivering:
             self.told()
         if result.error is not None:
             raise result.error
+        self.returned = True
         return result.value
 
     def _replay(self, result: RunResult) -> None:

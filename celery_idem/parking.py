@@ -65,6 +65,18 @@ def delay_of(count: int, wait: Wait, visibility: float, *, jitter: float) -> flo
     return max(0.5, min(exponential * spread, wait.below, visibility / 3, longest))
 
 
+def unpublished(task: Idempotent, request: Any, error: Any) -> Exception:
+    """What to raise where the broker did not take the message that was to replace this one: its own copy goes back."""
+    if task.acks_late:
+        time.sleep(GIVE_BACK_AFTER)
+        return Reject(error, requeue=True)
+    return ParkFailed(
+        f"{task.name}[{request.id}] could not be published again ({error!r}) and was acked early: "
+        "check the broker, then send it again; acks_late=True keeps such a message on the broker",
+        message_id=request.id,
+    )
+
+
 def visibility_timeout(app: Celery) -> float:
     """Seconds after which the broker gives an unacked message to somebody else."""
     options = app.conf.broker_transport_options or {}
@@ -127,14 +139,7 @@ def publish_parked(task: Idempotent, request: Any, stamp: Stamp, wait: Wait) -> 
             if again:
                 time.sleep(GIVE_BACK_AFTER)
                 continue
-            if task.acks_late:
-                time.sleep(GIVE_BACK_AFTER)
-                raise Reject(error, requeue=True) from error
-            raise ParkFailed(
-                f"{task.name}[{request.id}] could not be published again ({error!r}) and was acked early: "
-                "check the broker, then send it again; acks_late=True keeps such a message on the broker",
-                message_id=request.id,
-            ) from error
+            raise unpublished(task, request, error) from error
         else:
             return count, delay
     raise AssertionError("unreachable")  # pragma: no cover

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from celery.exceptions import OperationalError
 from celery.signals import task_failure, task_postrun, task_retry, task_success, worker_process_shutdown
 
 ATTRIBUTE = "celery_idem_delivery"
@@ -17,7 +18,7 @@ ATTRIBUTE = "celery_idem_delivery"
 def connect() -> None:
     """Connect the handlers, once per process."""
     task_success.connect(_told, weak=False, dispatch_uid="celery_idem.told")
-    task_failure.connect(_told, weak=False, dispatch_uid="celery_idem.failed")
+    task_failure.connect(_failed, weak=False, dispatch_uid="celery_idem.failed")
     task_retry.connect(_retried, weak=False, dispatch_uid="celery_idem.retried")
     task_postrun.connect(_over, weak=False, dispatch_uid="celery_idem.over")
     worker_process_shutdown.connect(_close, weak=False, dispatch_uid="celery_idem.close")
@@ -31,6 +32,17 @@ def _delivery(task: Any) -> Any:
 def _told(sender: Any = None, **_: Any) -> None:
     delivery = _delivery(sender)
     if delivery is not None:
+        delivery.told()
+
+
+def _failed(sender: Any = None, exception: Any = None, **_: Any) -> None:
+    delivery = _delivery(sender)
+    if delivery is None:
+        return
+    # Celery makes a failure of a task that returned a value, where the broker does not take what follows it.
+    if delivery.returned and isinstance(exception, OperationalError):
+        delivery.untold()
+    else:
         delivery.told()
 
 

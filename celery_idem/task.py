@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task
 from celery.canvas import Signature
-from celery.exceptions import Retry
+from celery.exceptions import Reject, Retry
 from celery.utils import uuid
 from celery.utils.imports import symbol_by_name
 
@@ -28,7 +28,7 @@ from celery_idem.core.policy import UNSET, Policy
 from celery_idem.core.settings import PER_TASK, PREFIX
 from celery_idem.delivery import Delivering, tell_started
 from celery_idem.errors import ConfigurationError, KeyMissing
-from celery_idem.parking import confirmed_producer
+from celery_idem.parking import confirmed_producer, unpublished
 from celery_idem.signals import ATTRIBUTE
 
 
@@ -198,7 +198,11 @@ class Idempotent(Task):  # type: ignore[type-arg]  # not subscriptable before Ce
     def retry(  # type: ignore[override]
         self, args: Any = None, kwargs: Any = None, exc: Any = None, throw: bool = True, **options: Any
     ) -> Any:
-        """Like Celery's own; the successor is published confirmed, and refused once the lease is lost."""
+        """Like Celery's own; the successor is published confirmed, and refused once the lease is lost.
+
+        Where the broker does not take it, or does not say so, nothing is lost: the message goes back to the broker,
+        waits for the successor until that is due for a minute, and then takes its place.
+        """
         delivery = self.request.__dict__.get(ATTRIBUTE)
         if delivery is not None:
             delivery.refuse_if_lost()
@@ -208,6 +212,14 @@ class Idempotent(Task):  # type: ignore[type-arg]  # not subscriptable before Ce
             if delivery is not None and getattr(retry, "sig", None) is not None:
                 delivery.announce(retry)
             raise
+        except Reject as given_up:  # Celery's own word on a successor that could not be published
+            if delivery is None or delivery.observe:
+                raise
+            due: Any = options.get("eta") or options.get("countdown")
+            if due is None:
+                due = self.default_retry_delay
+            delivery.announce(Retry(when=due))
+            raise unpublished(self, self.request, getattr(given_up, "reason", given_up)) from given_up
         if delivery is not None and isinstance(retried, Retry):
             delivery.announce(retried)
         return retried

@@ -94,10 +94,10 @@ def decline(self, order, declined):
 class RetryShop(Shop):
     """The shop with tasks that retry in every way there is."""
 
-    def __init__(self, broker: str, store: str) -> None:
+    def __init__(self, broker: str, store: str, **more: Any) -> None:
         # What waits for a successor to come is parked for three seconds at a time, not for a minute.
         options = {"visibility_timeout": 9}
-        conf = {"idempotency_store": store, "broker_transport_options": options}
+        conf = {"idempotency_store": store, "broker_transport_options": options, **more}
         self.tasks = TaskApp(SOURCE + MORE, broker=broker, settings=conf)
 
     def retries(self) -> list[int]:
@@ -228,7 +228,7 @@ def test_a_connection_cut_between_the_retrys_publish_and_the_ack_doubles_nothing
 
 
 def test_a_retry_that_never_reached_the_broker_is_made_up_for(cut: tuple[RetryShop, ChaosProxy]) -> None:
-    """The message comes back, unacked, and its attempt runs again: nothing is left that waits for the lost one."""
+    """The message comes back, waits for its retry until that is due for a minute, and runs again in its place."""
     shop, proxy = cut
     with shop.tasks.worker(concurrency=2) as worker:
         stopped(shop, shop.stop_before, "before")
@@ -237,6 +237,25 @@ def test_a_retry_that_never_reached_the_broker_is_made_up_for(cut: tuple[RetrySh
         shop.touch("go-on")
         worker.wait_log("Reject: (OperationalError", 60)
         proxy.refuse = False
-        wait_until(lambda: shop.runs("end"), 60, "the second attempt")
+        wait_until(lambda: shop.runs("end"), 150, "the second attempt")
     assert shop.retries() == [0, 0, 1]
     assert not overlapping(shop.runs())
+
+
+def test_a_retry_that_the_broker_refuses_leaves_its_message_there(broker: str, redis_server: Any) -> None:
+    """Only what is published is refused: the worker goes on consuming, and Celery alone would give the message up."""
+    with (
+        ChaosProxy.before(broker) as proxy,
+        RetryShop(broker, redis_server.new_database(), broker_write_url=proxy.url(broker)) as shop,
+    ):
+        result = shop.stop_before.apply_async(task_id="M")
+        with shop.tasks.worker(concurrency=2) as worker:
+            wait_until(lambda: shop.exists("before"), 30, "the retry")
+            proxy.refuse = True
+            proxy.cut()
+            shop.touch("go-on")
+            worker.wait_log("Reject", 60)
+            proxy.refuse = False
+            wait_until(lambda: "PARKED" in shop.events(), 60, "the message, which waits for its retry")
+            assert result.state not in {"FAILURE", "SUCCESS"}
+            assert shop.retries() == [0]

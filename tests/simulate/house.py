@@ -19,6 +19,7 @@ from typing import Any
 import celery.app.trace
 from celery import Celery
 from celery._state import _task_stack
+from celery.exceptions import Reject
 from celery.worker import state as worker_state
 from kombu import pools
 from kombu.transport import virtual
@@ -265,6 +266,12 @@ def add_tasks(app: Any) -> None:
     def swap(self: Any, *_: Any, order: int = 1) -> Any:
         effect(self)
         return self.replace(app.signature("charge", kwargs={"order": order}))
+
+    @task(name="later", key="order:{order}")
+    def later(self: Any, *_: Any, order: int = 1) -> str:
+        if not self.request.delivery_info["redelivered"]:
+            raise Reject("not now", requeue=True)
+        return effect(self)
 
     @task(name="checked", idempotency=Policy(key="order:{order}", verify=_look_up))
     def checked(self: Any, *_: Any, order: int = 1) -> str:

@@ -80,6 +80,8 @@ class Ledger:
     """Messages in whose hands a worker froze."""
     finals: set[str] = field(default_factory=set)
     """Messages that were once told as SUCCESS or FAILURE."""
+    unsent: set[str] = field(default_factory=set)
+    """Messages of which the broker did not take what follows them, or did not say so."""
     verbs: int = 0
     """Calls of the store that changed a record."""
 
@@ -260,6 +262,15 @@ class Ledger:
         if len(ids) > 1 and not self._silent(delivery.id):
             self.broken("a continuation keeps its ids", f"{delivery.id} published {message.slot} as {sorted(ids)}")
 
+    def refused(self, delivery: Any, message: Any, *, own: bool) -> None:
+        """The broker does not take a message, or does not say that it does."""
+        if own:
+            self.dues.setdefault((message.id, message.retries), message.due)
+            return
+        self.unsent.add(delivery.id)
+        for run in self.runs:  # a failure that was not told may have to be made again
+            run.excused = run.excused or (run.message == delivery.id and run.key not in self.outcomes)
+
     def answers(self, worker: Worker, task_id: str, state: str, value: Any) -> None:
         """A result reaches the backend."""
         delivery = worker.delivery
@@ -302,6 +313,8 @@ class Ledger:
                 self.broken("no task is lost", f"{task}[{message}] has no record")
             elif record.state is State.COMPLETED or note.over >= 0 or self._silent(message):
                 continue
+            elif state == "FAILURE" and message in self.unsent:
+                self.allowed["a failure told and not over, the broker having refused its errback"] += 1
             elif state == "FAILURE" and message in self.frozen:
                 self.allowed["a failure told and not over, by a worker frozen for more than a lease"] += 1
             else:
@@ -309,9 +322,17 @@ class Ledger:
                     "what is told is recorded", f"{task}[{message}] is {record.state.value}, and nothing is over"
                 )
         self._judge_effects()
+        self._judge_continuations()
+
+    def _judge_continuations(self) -> None:
         sent = {(message, slot.partition("#")[0]) for message, slot in self.children}
-        for message, slot in world.expected:
-            if (message, slot) not in sent and world.results.get(message, ("",))[0] in READY:
+        for message, slot in self.world.expected:
+            state = self.world.results.get(message, ("",))[0]
+            if (message, slot) in sent or message not in self.published or state not in READY:
+                continue
+            if state == "FAILURE" and message in self.unsent:
+                self.allowed["a continuation that the broker refused, which is told as FAILURE"] += 1
+            else:
                 self.broken("a continuation is published", f"{message} never published {slot}")
 
     def _judge_effects(self) -> None:

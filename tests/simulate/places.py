@@ -88,12 +88,15 @@ class Channel(memory.Channel):
         worker = here.here()
         delivery = None if worker is None else worker.delivery
         own = delivery is not None and (delivery.id, delivery.task) == (fresh.id, fresh.task)
-        faults = ("refused", "unanswered") if own and delivery.retries == fresh.retries else ()
+        # A chord's body is sent by the backend, which makes an error of its own of one that is not.
+        faults = ("refused", "unanswered") if delivery is not None and not here.sends_a_body else ()
         suffered = here.point(f"publish {fresh.name}", *faults)
+        fresh.due = max(fresh.due, here.clock.now)
+        if suffered is not None:
+            here.ledger.refused(delivery, fresh, own=own)
         if suffered == "refused":
             raise OperationalError("simulated: the broker refuses")
-        here.tell(f"publishes {fresh.name} in {max(0.0, fresh.due - here.clock.now):g} s")
-        fresh.due = max(fresh.due, here.clock.now)
+        here.tell(f"publishes {fresh.name} in {fresh.due - here.clock.now:g} s")
         here.queue.append(fresh)
         here.ledger.publishes(worker, fresh)
         if suffered == "unanswered":
@@ -154,7 +157,11 @@ class Backend(BaseBackend):
         parts[request.group_index] = result
         body: Any = maybe_signature(request.chord, app=self.app)
         if len(parts) == here.sizes[request.group]:
-            body.delay([parts[index] for index in sorted(parts)])
+            here.sends_a_body = True
+            try:
+                body.delay([parts[index] for index in sorted(parts)])
+            finally:
+                here.sends_a_body = False
 
 
 # --- store ------------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Reject
 
-from celery_idem import continuation, delivery
+from celery_idem import continuation, delivery, task
 from celery_idem.core import decide
 from celery_idem.core.engine import Engine
 from celery_idem.core.records import Answer, Ended, Kind, Note, Outcome, Record, Release, Renewal
@@ -155,6 +155,14 @@ def _parked_without(publish_parked: Any) -> Any:
     return lenient
 
 
+def _given_up(_: Any) -> Any:
+    return lambda _task, _request, error: Reject(error, requeue=False)
+
+
+def _told_of_all(_: Any) -> Any:
+    return Delivering.told
+
+
 def _over_forgotten(claimed: Any) -> Any:
     def forgetful(record: Record | None, operation: Any, *args: Any, **more: Any) -> Record:
         made: Record = claimed(record, operation, *args, **more)
@@ -208,5 +216,9 @@ REVERTED = (
     _rule("a failure is over after it is told", Delivering, "ending", _ended_first, (FAILURE,)),
     _rule("the value of a lost lease is discarded", Engine, "complete", _own_value, (TWO, ONE)),
     _rule("leases are renewed", MemoryStore, "renew", _renews_nothing, (LONG,)),
+    _rule(
+        "a retry that was not published is no end", task, "unpublished", _given_up, (LATER,), "refused", "unanswered"
+    ),
+    _rule("what was not published is not settled", Delivering, "untold", _told_of_all, (LINK,), "refused", "crash"),
     _rule("completed after the body, not before", Delivering, "body", _completes_early, (ONE,)),
 )

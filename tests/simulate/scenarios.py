@@ -98,6 +98,11 @@ def _swap(app: Any) -> None:
     _sig(app, "swap", "m1").apply_async(link=app.signature("note"))
 
 
+def _given_back(app: Any) -> None:
+    _sig(app, "later", "m1").apply_async(link=app.signature("note"))
+    _sig(app, "charge", "m2").apply_async()
+
+
 def _long(app: Any) -> None:
     _sig(app, "long", "m1").apply_async(link=app.signature("note"))
 
@@ -124,6 +129,7 @@ SCENARIOS = (
     Scenario("a retry in 10 s that fails", _again_failing, (NOTE,)),
     Scenario("two retries, and another message of the key", _again_two),
     Scenario("a replacement, with a link", _swap),
+    Scenario("a message given back, with a link, and another of the key", _given_back, (NOTE,)),
     Scenario("two messages of one key, whose effect can be looked up", _checked, (NOTE,)),
     Scenario("a body longer than its lease, with a link", _long, (NOTE,)),
     Scenario("two messages of one key on SQLite", _two, sqlite=True),

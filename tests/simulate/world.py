@@ -130,6 +130,7 @@ class World:
         """Answers of the store and events of the library, to show what was reached."""
         self.trace: list[str] = []
         self.down_until = 0.0
+        self.sends_a_body = False
         self.points = 0
         self.copies = 0
         self.endless = False
