@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.utils import log
 
 from celery_idem import continuation, publish
 from celery_idem.core.canonical import NoCanonicalForm
@@ -102,6 +103,10 @@ class Delivering:
         self.request.__dict__[ATTRIBUTE] = self
         try:
             return self._deliver()
+        except BaseException as error:
+            if _cut_by_shutdown(self.task, self.request, error):
+                raise Reject("cut by a cold shutdown", requeue=True) from error
+            raise
         finally:
             # After any park or retry, whose copies carry no ids of ours.
             if self.ended_by is not None and _continues(self.request):
@@ -458,3 +463,15 @@ def _conflict(operation: Operation, decision: Decision) -> ClaimConflict:
 def _result_ignored(task: Idempotent, request: Any) -> bool:
     own = request.__dict__.get("ignore_result")  # the class default would look like an explicit False
     return bool(task.ignore_result if own is None else own)
+
+
+def _cut_by_shutdown(task: Idempotent, request: Any, error: BaseException) -> bool:
+    """Whether a cold shutdown ended the greenlet of a message that is not acked: gevent's pool would ack it now.
+
+    The pool ends a revoked task's greenlet in the same way, but not in a signal handler, nor after one.
+    """
+    if type(error).__name__ != "GreenletExit" or not task.acks_late or request.is_eager:
+        return False
+    from celery.worker import state
+
+    return state.should_terminate is not None or bool(getattr(log, "_in_sighandler", False))

@@ -271,6 +271,45 @@ def test_a_cold_shutdown_gives_the_message_to_another_worker_at_once(place: Plac
     assert not shop.lines("swallowed")
 
 
+@BOTH
+def test_a_cold_shutdown_of_gevent_gives_its_messages_to_another_worker(place: Place) -> None:
+    shop = place()
+    with shop.tasks.worker(pool="gevent", concurrency=3) as worker:
+        results = [shop.stay.apply_async((order, "go"), task_id=order) for order in "ABC"]
+        shop.started(3)
+        worker.quit()
+    shop.touch("go")
+    with shop.tasks.worker(concurrency=1):
+        ready = time.time()
+        assert [result.get(timeout=30) for result in results] == ["went"] * 3
+    assert shop.started(4).at - ready < SOON, "the claim was left behind"
+    assert [run.word for run in shop.runs()] == ["start"] * 3 + ["start", "end"] * 3
+    assert {run.attempt for run in shop.runs()} <= {1, 2}, "the process may be gone before its greenlets are"
+
+
+@pytest.mark.parametrize(
+    ("pool", "words", "state"), [("threads", ["start", "end"], "SUCCESS"), ("solo", ["start"], "FAILURE")]
+)
+def test_a_cold_shutdown_gives_nothing_back_on_threads_and_solo(
+    place: Place, pool: str, words: list[str], state: str
+) -> None:
+    shop = place()
+    with shop.tasks.worker(pool=pool, concurrency=1) as worker:
+        result = shop.wait_for_go.apply_async(("go",), task_id="M")
+        shop.started()
+        worker._running.send(3)  # ``quit`` would wait for the end
+        worker.wait_log("NotImplementedError" if pool == "threads" else "Hitting Ctrl+C again")
+        if pool == "threads":
+            shop.touch("go")
+        wait_until(lambda: not worker.alive, 30, "the worker's end")
+    assert [run.word for run in shop.runs()] == words
+    assert result.state == state
+    with shop.tasks.worker(concurrency=1):
+        come_back(shop)
+        assert shop.work.delay(0).get(timeout=30) == "done"
+    assert [run.word for run in shop.runs() if run.id == "M"] == words
+
+
 def test_a_soft_shutdown_lets_a_body_finish_that_is_nearly_done(place: Place) -> None:
     shop = place(worker_soft_shutdown_timeout=4.0)
     with shop.tasks.worker(concurrency=1) as worker:
