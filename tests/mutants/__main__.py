@@ -10,16 +10,15 @@ import math
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.campaigns.evidence import conclude
-from tests.campaigns.report import progress, table
+from tests.campaigns.report import progress
 from tests.mutants.judged import PAGE, judgement, read
 from tests.mutants.making import drawn, mutants_of
 from tests.mutants.mutant import Mutant, Name
+from tests.mutants.report import Report, conclude
 from tests.mutants.running import Fate, Laboratory, laboratory
 from tests.mutants.session import Session
 from tests.mutants.targets import TARGETS, Target
@@ -49,31 +48,6 @@ class Plan:
         return fate is not Fate.SURVIVED or judgement(mutant, self.judged) is not None
 
 
-@dataclass
-class Report:
-    """What became of one file's mutants."""
-
-    target: Target
-    made: int = 0
-    fates: Counter[Fate] = field(default_factory=Counter)
-    judged: list[Mutant] = field(default_factory=list)
-    unjudged: list[Mutant] = field(default_factory=list)
-    sound: bool = True
-
-    def add(self, mutant: Mutant, fate: Fate, plan: Plan) -> None:
-        """Count one more."""
-        self.fates[fate] += 1
-        if fate is Fate.SURVIVED:
-            (self.unjudged if judgement(mutant, plan.judged) is None else self.judged).append(mutant)
-
-    @property
-    def row(self) -> list[object]:
-        """Its line of the table."""
-        run = sum(self.fates.values())
-        counts = [self.fates[fate] for fate in Fate]
-        return [self.target.file, self.made, run, *counts, len(self.judged), len(self.unjudged)]
-
-
 def experiment(place: Laboratory, target: Target, plan: Plan, until: float) -> Report:
     """Run the target's tests on its mutants, or on those drawn of them; none is begun after ``until``."""
     mutants = mutants_of(place.tree, target.file)
@@ -99,7 +73,7 @@ def experiment(place: Laboratory, target: Target, plan: Plan, until: float) -> R
             progress(f"{target.file}: {number} of {len(unknown)}")
     for mutant, known in fates.items():
         if known is not None:
-            report.add(mutant, known, plan)
+            report.add(mutant, known, plan.judged)
     return report
 
 
@@ -125,31 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             part = share / sum(each.drawn for each in chosen)
             until = math.inf if arguments.whole else began + 60 * arguments.minutes * part
             reports.append(experiment(place, target, plan, until))
-    return _conclude(reports, plan)
-
-
-def _conclude(reports: Sequence[Report], plan: Plan) -> int:
-    header = ("file", "mutants", "run", *(fate.value for fate in Fate), "of them judged", "not judged yet")
-    totals = [sum(column) for column in zip(*(report.row[1:] for report in reports), strict=True)]  # type: ignore[arg-type]
-    printed = [table(header, [*(report.row for report in reports), ["in all", *totals]])]
-    if not plan.whole:
-        printed.append(
-            f"Drawn with seed {plan.seed}, one mutant of every place in a file before a second one of any, as "
-            "far as the time went. All of them: `make mutants ARGS=--whole`."
-        )
-    if plan.session.kept:
-        printed.append("Put together from several goes, between which other lines of the files changed (`--session`).")
-    printed.append(_listed("Not judged yet", [f"{each}" for report in reports for each in report.unjudged]))
-    equivalent = [f"{each}\n    = {judgement(each, plan.judged)}" for report in reports for each in report.judged]
-    printed.append(_listed("Judged: nothing that anybody relies on changes", equivalent))
-    broken = [f"the tests of {report.target.file} fail without a mutant" for report in reports if not report.sound]
-    if plan.whole:
-        broken += [f"nobody judged the survivor {each}" for report in reports for each in report.unjudged]
-    return conclude("mutants", "Mutants", "\n\n".join(filter(None, printed)), broken)
-
-
-def _listed(title: str, entries: Sequence[str]) -> str:
-    return f"{title}:\n\n```text\n" + "\n".join(entries) + "\n```" if entries else ""
+    return conclude(reports, plan.judged, whole=plan.whole, seed=plan.seed, kept=session.kept)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 
 from tests.mutants.judged import PAGE, judgement, read
 from tests.mutants.mutant import Mutant
+from tests.mutants.report import Report, conclude
 from tests.mutants.running import ROOT, Fate, Laboratory, copy_to
 from tests.mutants.targets import TARGETS
 
@@ -60,3 +61,23 @@ def test_every_file_and_every_test_file_exists() -> None:
     for target in TARGETS:
         assert (ROOT / target.file).is_file()
         assert all((ROOT / word).is_file() for word in target.tests if word.endswith(".py"))
+
+
+def test_the_sums_are_evidence_and_the_rest_is_on_a_page_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums, listed = tmp_path / "evidence.md", tmp_path / "mutants.md"
+    for page in (sums, listed):
+        page.write_text("<!-- mutants: written by make mutants -->\n<!-- mutants: end -->\n")
+    monkeypatch.setenv("EVIDENCE_FILE", str(sums))
+    mutant = _mutant(NOTICED)
+    judged = {mutant.name: "no reason"}
+    report = Report(TARGETS[0], made=5)
+    report.add(mutant, Fate.SURVIVED, judged)
+    report.add(_mutant(LINE), Fate.KILLED, judged)
+    assert conclude([report], judged, whole=True, seed=1, kept=False) == 0
+    assert "| 1 | 5 | 2 | 1 | 0 | 1 | 1 | 0 |" in sums.read_text()
+    assert "Every promise held." in sums.read_text()
+    assert f"| {TARGETS[0].file} | 5 | 2 | 1 | 0 | 1 | 1 | 0 |" in listed.read_text()
+    assert "= no reason" in listed.read_text()
+    assert TARGETS[0].file not in sums.read_text()
