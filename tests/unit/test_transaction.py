@@ -404,14 +404,41 @@ def test_a_commit_the_database_refuses_is_the_tasks_failure(shop: Ledger) -> Non
             write(connection, 50, owner=99)
         return "paid"
 
-    @sa.event.listens_for(shop.sql._database.transacting(), "connect")
-    def check_keys(driver: Any, _record: Any) -> None:
-        driver.execute("PRAGMA foreign_keys=ON")
-
+    check_keys(shop)
     came = deliver(shop, charge)
     assert came.state == "FAILURE"
     assert isinstance(came.value, IntegrityError)
     assert (shop.amounts(), shop.states(), shop.leases()) == ([], [State.RELEASED], 0)
+
+
+def check_keys(shop: Ledger) -> None:
+    @sa.event.listens_for(shop.sql._database.transacting(), "connect")
+    def connected(driver: Any, _record: Any) -> None:
+        driver.execute("PRAGMA foreign_keys=ON")
+
+
+def test_a_replacement_is_sent_before_the_commit_and_a_refused_one_does_not_take_it_back(shop: Ledger) -> None:
+    told: list[str] = []
+
+    @shop.task(name="ship")
+    def ship() -> None:
+        told.append("replacement")
+
+    @shop.task(name="failed")
+    def failed() -> None:
+        told.append("errback")
+
+    @shop.task(bind=True, idempotency=ORDER)
+    def charge(self: Any, order: int) -> None:
+        with self.idempotency.transaction() as connection:
+            connection.exec_driver_sql("PRAGMA defer_foreign_keys=ON")
+            write(connection, 50, owner=99)
+        self.replace(ship.si())
+
+    check_keys(shop)
+    charge.apply_async((1,), link_error=failed.si())
+    shop.idem.run_all()
+    assert (sorted(told), shop.amounts()) == (["errback", "replacement"], [])
 
 
 def test_after_the_body_there_is_no_transaction(shop: Ledger) -> None:
