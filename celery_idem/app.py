@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from celery_idem.task import Idempotent
 
 logger = logging.getLogger("celery_idem")
+OWN = ("celery.", "celery_idem.")
+"""Beginnings of task names that are not the application's."""
 NOTHING_ON = (
     "idempotency_… is set, but no task is switched on: name celery_idem:annotation in task_annotations, or give tasks "
     "base=IdempotentTask"
@@ -208,6 +210,13 @@ class Runtime:
         known = self.app.tasks.values()
         return (task for task in known if isinstance(task, Idempotent) and (self.mode == "off" or self.protects(task)))
 
+    def left_out(self) -> list[str]:
+        """Where a setting switches the app on: the names of the tasks that ``idempotency_tasks`` leaves out."""
+        if not self.whole_app or self.mode == "off":
+            return []
+        on = {task.name for task in self.tasks()}
+        return sorted(name for name in self.app.tasks if name not in on and not name.startswith(OWN))
+
     def check(self) -> list[str]:
         """Warnings about settings, policies and store; ``ConfigurationError`` where a worker must not start."""
         from celery_idem.unclaimed import unclaimed
@@ -356,7 +365,9 @@ class CheckStore(bootsteps.StartStopStep):
                 logger.warning("celery_idem: %s", warning)
             on = len(list(runtime.tasks()))
             said = "1 task is" if on == 1 else f"{on} tasks are"
-            logger.info("celery_idem: %s switched on, in mode %s", said, runtime.mode)
+            out = len(runtime.left_out())
+            rest = f"; {out} left out by idempotency_tasks" if out else ""
+            logger.info("celery_idem: %s switched on, in mode %s%s", said, runtime.mode, rest)
         except ConfigurationError:
             raise  # of a store that refuses, which is an outage only for workers that run
         except StoreUnavailable as error:

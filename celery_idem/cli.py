@@ -120,11 +120,14 @@ def check(ctx: click.Context) -> None:
     shape: dict[str, Any] = {
         "settings": settings,
         "tasks": {name: _policy(runtime.policy_of(task)) for name, task in tasks.items()},
+        "left_out": [text.printable(name) for name in runtime.left_out()],
         "warnings": [],
     }
     parts = ["settings", text.aligned((f"  {name}", _shown(value)) for name, value in settings.items())]
     lines = [(f"  {name}", _policy_line(task, runtime)) for name, task in tasks.items()]
     parts += ["tasks", text.aligned(lines) or "  none: import the modules that define them, or name them in `imports`"]
+    if shape["left_out"]:
+        parts += ["left out by idempotency_tasks", *(f"  {name}" for name in shape["left_out"])]
     try:
         shape["warnings"] = [text.printable(warning) for warning in runtime.check()]
     except CeleryIdemError as error:

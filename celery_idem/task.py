@@ -331,7 +331,7 @@ class IdempotentTask(Idempotent):
 
 def _refuse_stray(options: Mapping[str, Any], own: Policy) -> None:
     """A policy's word outside of the policy would be a task without protection, and nothing would say so."""
-    ours = {*PER_TASK, "once"} - {"key", "serializer"}
+    ours = {*PER_TASK, "once", "unique_on"} - {"key", "serializer"}
     prefixed = (name for name in options if name.startswith(PREFIX) and name != "idempotency_policy")
     stray = sorted([*ours & options.keys(), *prefixed])
     if stray:

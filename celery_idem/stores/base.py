@@ -204,6 +204,8 @@ def open_store(url: str, *, timeout: float = 5.0, **options: Any) -> Store:
         timeout: seconds no verb outlives.
         options: passed to the client library (``idempotency_store_options``).
     """
+    if not isinstance(url, str):
+        raise ConfigurationError(f"idempotency_store is of type {type(url).__name__}: name a store by its URL")
     try:
         return _open(url, timeout, options)
     except TypeError as error:

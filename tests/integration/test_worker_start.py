@@ -100,4 +100,15 @@ def test_settings_without_a_task_that_is_switched_on_are_told(settings: dict[str
 def test_a_worker_says_how_many_tasks_are_switched_on() -> None:
     settings = {"idempotency_store": "memory://", "task_annotations": ["celery_idem:annotation"]}
     with TaskApp(PLAIN, broker="filesystem://", settings=settings) as tasks, tasks.worker(concurrency=1) as worker:
-        assert "1 task is switched on, in mode enforce" in worker.log
+        assert "1 task is switched on, in mode enforce\n" in worker.log
+
+
+def test_a_worker_says_how_many_tasks_are_left_out() -> None:
+    settings = {
+        "idempotency_store": "memory://",
+        "task_annotations": ["celery_idem:annotation"],
+        "idempotency_tasks": {"*.refund": {"ttl": 60}},
+    }
+    source = PLAIN + PLAIN.replace("pay", "refund")
+    with TaskApp(source, broker="filesystem://", settings=settings) as tasks, tasks.worker(concurrency=1) as worker:
+        assert "1 task is switched on, in mode enforce; 1 left out by idempotency_tasks" in worker.log

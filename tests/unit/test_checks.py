@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from celery import Celery, Task
 
-from celery_idem import ConfigurationError, IdempotentTask, install
+from celery_idem import ConfigurationError, IdempotentTask, install, open_store
 from celery_idem.app import NOTHING_ON, runtime_of
 from celery_idem.optin import SETTING
 from tests.support.delivery import Shop
@@ -73,6 +73,23 @@ def test_check_tells_what_a_worker_tells_where_nothing_is_on() -> None:
         assert NOTHING_ON in told(shop)
         shop.task(name="pay")(pay)
         assert NOTHING_ON not in told(shop)
+
+
+def test_tasks_that_a_whole_app_leaves_out_are_counted() -> None:
+    with closing(Shop(task_annotations=[SETTING], idempotency_tasks={"refund": {"key": "o:{order_id}"}})) as shop:
+        assert runtime_of(shop.app).left_out() == []
+        shop.app.task(shared=False, name="refund", lazy=False)(refund)
+        shop.app.task(shared=False, name="pay", lazy=False)(pay)
+        assert runtime_of(shop.app).left_out() == ["pay"]
+    with closing(Shop()) as shop:
+        shop.app.task(shared=False, name="pay", lazy=False)(pay)
+        assert runtime_of(shop.app).left_out() == []  # nobody said that it should be on
+
+
+@pytest.mark.parametrize("url", [None, b"redis://localhost/0", 5])
+def test_a_store_is_named_by_text(url: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"of type {type(url).__name__}: name a store by its URL"):
+        open_store(url)
 
 
 @pytest.mark.parametrize("settings", [{}, {"task_annotations": [SETTING]}])

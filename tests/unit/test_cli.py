@@ -127,6 +127,14 @@ def refund(order_id: int) -> None:
 # --- check, as a worker checks ---
 
 
+def test_check_lists_what_a_whole_app_leaves_out(make_shell: Callable[..., Shell]) -> None:
+    shell = make_shell(task_annotations=["celery_idem:annotation"], idempotency_tasks={"shop.charge": True})
+    shell.app.finalize()
+    assert "left out by idempotency_tasks\n  shop.plain\n" in shell("check").stdout
+    assert shell.json("check")["left_out"] == ["shop.plain"]
+    assert make_shell().json("check")["left_out"] == []
+
+
 @pytest.mark.parametrize(
     ("conf", "said"),
     [
@@ -177,7 +185,7 @@ def test_check_shows_settings_tasks_and_warnings(shell: Shell) -> None:
 
 def test_check_as_json(shell: Shell) -> None:
     shape = shell.json("check")
-    assert set(shape) == {"settings", "tasks", "warnings"}
+    assert set(shape) == {"settings", "tasks", "left_out", "warnings"}
     assert shape["settings"]["lease"] == 60.0
     assert shape["tasks"]["shop.refund"]["replay_failures"] == ["builtins.ValueError"]
     assert shape["tasks"]["shop.charge"]["key"] == "order:{order_id}"

@@ -1175,6 +1175,7 @@ def test_the_right_to_continue_is_settled_when_celery_has_published(shop: Shop) 
         {"idempotency_key": "o:{order}"},
         {"idempotency_leese": 3},
         {"once": {}},
+        {"unique_on": ["n"]},
     ],
 )
 def test_a_policys_word_outside_of_the_policy_is_refused(shop: Shop, options: Any) -> None:
