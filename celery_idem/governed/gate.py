@@ -426,7 +426,7 @@ def _approval(
     decision_id: str | None,
 ) -> dict[str, Any]:
     if epoch(lifetime) is None or lifetime <= 0:
-        raise ConfigurationError(f"lifetime = {shown(lifetime)}: give the seconds the approval lasts, above 0")
+        raise ConfigurationError(f"lifetime = {lifetime!r:.60}: give the seconds the approval lasts, above 0")
     # Of the payload the approver was shown, and not of the digest beside it: whoever served both could have lied.
     digest = digest_or_refusal(action["payload"], "payload")
     if not same(digest, action["payload_sha256"]):

@@ -509,7 +509,7 @@ class TestEvidence:
     @pytest.mark.parametrize("lifetime", [0, -1, math.nan, "an hour"])
     def test_an_approval_lasts_more_than_no_time(self, lifetime: Any) -> None:
         where = {"principal": "ann", "channel": "web", "thread_id": "t", "event_id": "e", "decided_at": NOW}
-        with pytest.raises(ConfigurationError, match="lifetime = "):
+        with pytest.raises(ConfigurationError, match=f"lifetime = {lifetime!r}: "):
             message_approval(ACTION, lifetime=lifetime, **where)
 
 
