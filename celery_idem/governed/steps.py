@@ -292,9 +292,7 @@ class Dispatch(Step):
             raise Later(f"admission closed: {closed.reason}", self.pause()) from closed
         except (GateRefused, PayloadRefused) as error:
             return self.fail(str(error))
-        # By the store's clock the lease began at ``updated_at``. A process that was stopped and wakes so late is taken
-        # for dead by then: it may send nothing any more.
-        if time.monotonic() - began >= min(self.lease_seconds, request.expires_at - action["updated_at"]):
+        if self._was_held(action, request, began):
             logger.warning(
                 "action %s was held for too long before it was sent, so it is only looked for", self.action_id
             )
@@ -309,6 +307,18 @@ class Dispatch(Step):
             if answer.status in {COMPLETED, REJECTED}:
                 return self.conclude(request, answer, "execute")
         return self.look(kind, request)
+
+    def _was_held(self, action: Action, request: ExecutionRequest, began: float) -> bool:
+        """Whether lease or approval may be over: who wakes so late is taken for dead, and may send nothing any more.
+
+        By the store's clock the lease began at ``updated_at``. A process that was stopped learns of it from its own
+        clock, a machine that was suspended, clock and all, from the store's.
+        """
+        since: float = action["updated_at"]
+        passed = 0.0
+        with suppress(StoreUnavailable):  # then its own clock has to do
+            passed = self.ledger.now() - since
+        return max(passed, time.monotonic() - began) >= min(self.lease_seconds, request.expires_at - since)
 
     def _is_too_late(self, action: Action) -> bool:
         gates = [r["evidence"] for r in self.ledger.list_receipts(self.action_id) if r["kind"] == GATE_RECEIPT_KIND]

@@ -480,6 +480,38 @@ def test_without_the_ledgers_word_nothing_is_sent(office: Office) -> None:
     assert (action["state"], action["result"]["status"]) == ("failed", "ambiguous")
 
 
+class Suspended(SQLActionStore):
+    """The machine sleeps, its own clock with it, once the gate is consumed; another worker's sweep ends the action."""
+
+    office: Any = None
+
+    def begin_owner_authorized_dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        began = super().begin_owner_authorized_dispatch(*args, **kwargs)
+        self.office.clock.advance(86_400)
+        self.office.store.recover_expired_leases()
+        return began
+
+
+def test_a_machine_that_was_suspended_before_it_sent_sends_nothing(office: Office) -> None:
+    office.use(type("Asleep", (Suspended,), {"office": office}))
+    action_id = office.approved()
+    office.idem.run_all()
+    assert office.till.puts == []
+    action = office.store.get_action(action_id)
+    assert (action["state"], action["result"]["status"]) == ("failed", "ambiguous")
+
+
+def test_a_clock_the_ledger_does_not_tell_holds_up_no_mutation(office: Office) -> None:
+    class Mute(SQLActionStore):
+        def now(self) -> float:
+            raise StoreUnavailable("the connection broke")
+
+    action_id = office.approved()
+    office.use(Mute)
+    office.idem.run_all()
+    assert (office.state(action_id), len(office.till.puts)) == ("completed", 1)
+
+
 def test_a_step_waits_for_a_ledger_that_does_not_answer(office: Office) -> None:
     action_id = office.approved()
     down = type("Down", (SQLActionStore,), {"get_action": _unavailable})
