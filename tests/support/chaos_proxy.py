@@ -97,7 +97,7 @@ class ChaosProxy:
         self._closed = True
         self._call(self._shut_down())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(30)
         self._loop.close()
 
     def __enter__(self) -> Self:
@@ -109,7 +109,7 @@ class ChaosProxy:
     # -- on the proxy's own thread --------------------------------------------------------------------------------
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1

@@ -105,7 +105,7 @@ class Watchdog:
         if self._process is not None and self._process.stdin is not None and self._owner == os.getpid():
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-            self._process.wait(10)
+            self._process.wait(30)
             self._process = None
 
 
@@ -242,8 +242,8 @@ class Process:
                 process.kill()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._popen.wait(10)
-        wait_until(lambda: not any(living(p) for p in tree), 10, f"{self.name} and its children are gone")
+        self._popen.wait(30)
+        wait_until(lambda: not any(living(p) for p in tree), 30, f"{self.name} and its children are gone")
         watchdog.tell(f"-group {self.pid}")
 
     def close(self) -> None:

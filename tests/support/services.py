@@ -49,7 +49,7 @@ class Server(ABC):
     title: ClassVar[str]
     env_url: ClassVar[str]
     env_binary: ClassVar[str]
-    ready_within: ClassVar[float] = 30
+    ready_within: ClassVar[float] = 60
 
     def __init__(self, *, url: str | None = None) -> None:
         self._given_url = url
@@ -250,7 +250,7 @@ class RedisServer(Server):
     def _check(self) -> str:
         import redis
 
-        with redis.Redis.from_url(self.url, socket_timeout=5) as client:
+        with redis.Redis.from_url(self.url, socket_timeout=20) as client:
             return str(client.info("server")["redis_version"])
 
     def new_database(self) -> str:
@@ -260,12 +260,12 @@ class RedisServer(Server):
         """
         import redis
 
-        with redis.Redis.from_url(self.url, socket_timeout=5) as client:
+        with redis.Redis.from_url(self.url, socket_timeout=20) as client:
             total = self.DATABASES if self.private else int(client.config_get("databases")["databases"])
         number = 1 + (next(self._numbers) - 1) % (total - 1)
         parts = urlsplit(self.url)
         url = urlunsplit(parts._replace(path=f"/{number}"))
-        with redis.Redis.from_url(url, socket_timeout=5) as client:
+        with redis.Redis.from_url(url, socket_timeout=20) as client:
             client.flushdb()
         return url
 
@@ -337,7 +337,7 @@ class PostgresServer(Server):
         """Run one statement outside any transaction and return its first value as text, empty if it has none."""
         import psycopg2
 
-        connection = psycopg2.connect(self._dsn(), connect_timeout=5)
+        connection = psycopg2.connect(self._dsn(), connect_timeout=20)
         try:
             connection.autocommit = True
             with connection.cursor() as cursor:
@@ -409,7 +409,7 @@ class RabbitServer(Server):
         if self._epmd is None or not self._epmd.alive:
             argv = [find_binary("Erlang", "EPMD", ["epmd"]), "-port", str(self._epmd_port), "-address", LOOPBACK]
             self._epmd = Process(argv, name="epmd", log_path=self.dir / "epmd.log", cwd=self.dir)
-            wait_until(lambda: listening(self._epmd_port), 10, "epmd listens")
+            wait_until(lambda: listening(self._epmd_port), 30, "epmd listens")
         return Process([self.binary], name="rabbitmq", log_path=self.dir / "server.log", env=env, cwd=self.dir)
 
     @property
@@ -423,7 +423,7 @@ class RabbitServer(Server):
     def _check(self) -> str:
         from kombu import Connection
 
-        with Connection(self.url, connect_timeout=5) as connection:
+        with Connection(self.url, connect_timeout=20) as connection:
             connection.ensure_connection(max_retries=1)
             return str(connection.connection.server_properties["version"])
 
@@ -449,7 +449,7 @@ class RabbitServer(Server):
         argv = [find_binary("Erlang", "ERL", ["erl"]), "-noinput", "-hidden", "-start_epmd", "false"]
         argv += ["-kernel", "inet_dist_use_interface", "{127,0,0,1}", "-sname", f"c{uuid.uuid4().hex[:8]}@localhost"]
         argv += ["-eval", f"N = '{self.node}', {expression}, halt(0)."]
-        done = subprocess.run(argv, env=self._env(), cwd=self.dir, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(argv, env=self._env(), cwd=self.dir, capture_output=True, text=True, timeout=60)
         if done.returncode != 0:
             raise AssertionError(f"the broker refused: {expression}\n{done.stdout}{done.stderr}")
 

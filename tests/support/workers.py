@@ -102,7 +102,7 @@ class WorkerProc:
         queues: Sequence[str] | None = None,
         extra: Sequence[str] = (),
         loglevel: str = "INFO",
-        ready_within: float = 30,
+        ready_within: float = 60,
     ) -> None:
         self.name = f"w{uuid.uuid4().hex[:8]}"
         self.ready_within = ready_within
@@ -149,7 +149,7 @@ class WorkerProc:
         """Return the last lines of the log."""
         return "\n".join(self.log.splitlines()[-lines:])
 
-    def wait_log(self, text: str, timeout: float = 15) -> None:
+    def wait_log(self, text: str, timeout: float = 30) -> None:
         """Return when ``text`` is in the log; an AssertionError with the log's end if it never comes."""
         self._running.wait_log(text, timeout)
 
@@ -172,14 +172,14 @@ class WorkerProc:
     def kill_main(self) -> None:
         """SIGKILL the main process alone, and reap it; the children find out by themselves."""
         self._running.send(signal.SIGKILL)
-        self._running.wait(10)
+        self._running.wait(30)
 
     def kill_child(self, pid: int | None = None) -> int:
         """SIGKILL one pool child, the first unless told which, wait until it is gone, and return its pid."""
         if pid is None:
-            pid = wait_until(self.children, 10, f"{self.name} has a pool child")[0]
+            pid = wait_until(self.children, 30, f"{self.name} has a pool child")[0]
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: pid not in self.children(), 10, f"child {pid} is gone")
+        wait_until(lambda: pid not in self.children(), 30, f"child {pid} is gone")
         return pid
 
     def pause(self) -> None:
