@@ -119,7 +119,7 @@ def house() -> Iterator[str]:
     argv = [sys.executable, "-m", "tests.campaigns.governed_house"]
     process = Process(argv, name="refund house", log_path=place / "log", cwd=ROOT)
     try:
-        process.wait_log(" ready\n", 20)
+        process.wait_log(" ready\n", 60)
         yield process.log.split()[0]
     finally:
         process.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -121,8 +122,12 @@ class BacklogFigures:
 
     @property
     def most_copies(self) -> int:
-        """Copies the back-pressure allows: one per slot and ``store_timeout``, and a little around it."""
-        return self.pool * (int(self.down / self.timeout) + 3)
+        """Copies the back-pressure allows: one per slot and ``store_timeout``, and a little around it.
+
+        Also while the queue drains, for a machine that stands still then looks like a store that does not answer.
+        """
+        drained = 0.0 if math.isnan(self.drained) else self.drained
+        return self.pool * (int((self.down + drained) / self.timeout) + 3)
 
     def broken(self) -> list[str]:
         """Promises broken."""
@@ -231,14 +236,14 @@ def send(tasks: TaskApp, messages: int) -> None:
 
 def pushed(broker: RedisServer) -> int:
     """How many messages were pushed into this broker's lists, by its own count."""
-    with redis.Redis.from_url(broker.url, socket_timeout=5) as client:
+    with redis.Redis.from_url(broker.url, socket_timeout=20) as client:
         stats = client.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("lpush", "rpush"))
 
 
 def waiting(broker: RedisServer, tasks: TaskApp) -> int:
     """Messages queued or delivered and not acked."""
-    with redis.Redis.from_url(broker.url, socket_timeout=5) as client:
+    with redis.Redis.from_url(broker.url, socket_timeout=20) as client:
         return int(client.llen(tasks.queue)) + int(client.hlen("unacked"))
 
 

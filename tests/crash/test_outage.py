@@ -21,7 +21,7 @@ def test_bodies_outlive_a_store_that_is_stopped_for_two_leases() -> None:
 
 
 def test_a_backlog_waits_for_the_store_and_runs_once() -> None:
-    figures = over_a_backlog(messages=100, down=8, timeout=1, drain=40)
+    figures = over_a_backlog(messages=100, down=8, timeout=1, drain=90)
     print(figures)
     assert figures.broken() == []
     assert figures.parked > 0, "the store was down for the messages, too"

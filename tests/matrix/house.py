@@ -187,7 +187,7 @@ class House:
         them loses it, and with it the cell.
         """
         if self.pool in {"threads", "gevent"}:
-            self.tasks.app.control.cancel_consumer(self.tasks.queue, reply=True, timeout=5, limit=1)
+            self.tasks.app.control.cancel_consumer(self.tasks.queue, reply=True, timeout=20, limit=1)
 
     def open(self, cell: Cell) -> None:
         """Let the gated body go on."""

@@ -40,7 +40,7 @@ def test_a_worker_killed_and_started_again_charges_once(celery_setup: CeleryTest
     killed = time.monotonic()
     let(celery_setup, "go")
     # A Redis broker gives the message back when a worker starts, if its visibility timeout of 1 s is over by then.
-    wait_until(lambda: time.monotonic() > killed + 1.2, 5, "the visibility timeout")
+    wait_until(lambda: time.monotonic() > killed + 1.2, 20, "the visibility timeout")
     celery_setup.worker.restart()
     assert result.get(timeout=RESULT_TIMEOUT) == "receipt 1"
     assert charge.s(1).apply_async().get(timeout=RESULT_TIMEOUT) == "receipt 1"
