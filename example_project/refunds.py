@@ -24,7 +24,7 @@ class RefundPayload(BaseModel):
     amount: int = Field(gt=0)
 
 
-@action("shop.refund", payload=RefundPayload, observation_window=15, max_observations=3, observe_delay=0.5)
+@action("shop.refund", payload=RefundPayload, observation_window=60, max_observations=3, observe_delay=0.5)
 class Refund(HTTPEndpoint):
     """PUT makes the refund, GET looks for it. The numbers are small because the demo waits for them."""
 

@@ -20,13 +20,13 @@ class Provider:
     url: str
     ledger: RefundLedger
 
-    def put(self, key: str, amount: int = 20) -> httpx.Response:
+    def put(self, key: str, amount: int = 20, *, timeout: float = 30) -> httpx.Response:
         body = {"payload": {"order_id": "A1", "amount": amount}}
         headers = {"Idempotency-Key": key, "Worker": "77"}
-        return httpx.put(f"{self.url}/ACT-1", json=body, headers=headers, timeout=0.5)
+        return httpx.put(f"{self.url}/ACT-1", json=body, headers=headers, timeout=timeout)
 
-    def get(self, key: str) -> httpx.Response:
-        return httpx.get(f"{self.url}/ACT-1", headers={"Idempotency-Key": key}, timeout=0.5)
+    def get(self, key: str, *, timeout: float = 30) -> httpx.Response:
+        return httpx.get(f"{self.url}/ACT-1", headers={"Idempotency-Key": key}, timeout=timeout)
 
     @property
     def puts(self) -> int:
@@ -91,7 +91,7 @@ def test_what_is_no_refund_is_refused_and_counted(provider: Provider) -> None:
 def test_a_held_answer_never_comes_though_the_refund_is_made(provider: Provider) -> None:
     provider.ledger.plan("ACT-1", "hold")
     with pytest.raises(httpx.ReadTimeout):
-        provider.put("k1")
+        provider.put("k1", timeout=1)
     assert provider.get("k1").json()["status"] == "completed"
     assert (provider.puts, provider.amounts) == (1, [20])
 
@@ -99,9 +99,9 @@ def test_a_held_answer_never_comes_though_the_refund_is_made(provider: Provider)
 def test_a_silent_service_answers_nobody(provider: Provider) -> None:
     provider.ledger.plan("ACT-1", "silent")
     with pytest.raises(httpx.ReadTimeout):
-        provider.put("k1")
+        provider.put("k1", timeout=1)
     with pytest.raises(httpx.ReadTimeout):
-        provider.get("k1")
+        provider.get("k1", timeout=1)
     assert (provider.puts, provider.amounts) == (1, [20])
 
 

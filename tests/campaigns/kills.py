@@ -235,7 +235,7 @@ def sqlite_file() -> Iterator[str]:
 
 def prepared(url: str) -> str:
     """The URL, once the store behind it has its schema."""
-    store = open_store(url)
+    store = open_store(url, timeout=30)
     store.create_schema()
     store.close()
     return url

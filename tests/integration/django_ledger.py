@@ -258,7 +258,7 @@ SCENARIOS = [
 
 
 def main() -> None:
-    store = open_store(URL)
+    store = open_store(URL, timeout=30)
     store.create_schema()
     with connection.schema_editor() as editor:
         editor.create_model(Entry)

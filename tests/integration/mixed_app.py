@@ -277,13 +277,13 @@ def throwing() -> None:
     raise KeyError("expected")
 
 
-@app.task(rate_limit="1000/m", expires=60)
+@app.task(rate_limit="1000/m", expires=3600)
 def limited() -> str:
     ran()
     return "limited"
 
 
-@app.task(soft_time_limit=1)
+@app.task(soft_time_limit=3)
 def slow() -> str:
     ran()
     try:

@@ -79,7 +79,7 @@ class Mixed:
         self.worker.start()
         self.results = {name: send(self.module) for name, send in calls.items()}
         try:
-            wait_until(lambda: not self._open(), 40, f"everything is through in {self.worker.name}", interval=0.2)
+            wait_until(lambda: not self._open(), 120, f"everything is through in {self.worker.name}", interval=0.2)
         except AssertionError as late:
             raise AssertionError(f"{late}\nstill open: {self._open()}\n{self.worker.log_tail()}") from None
         self._told = self.seen()
@@ -221,7 +221,7 @@ class Mixed:
 
     def wait_for(self, runs: Counter[Any]) -> None:
         try:
-            wait_until(lambda: not (runs - self._runs()), 30, "every copy was delivered", interval=0.2)
+            wait_until(lambda: not (runs - self._runs()), 60, "every copy was delivered", interval=0.2)
         except AssertionError:
             left = [(self._labels.get(task_id), count) for (task_id, _), count in (runs - self._runs()).items()]
             raise AssertionError(f"never delivered: {left}") from None

@@ -99,14 +99,14 @@ def killed_in_retry(self):
     self.log("end")
     return "second"
 
-@app.task(base=Logged, bind=True, soft_time_limit=1, idempotency=Policy(key="message", wait_timeout=20))
+@app.task(base=Logged, bind=True, soft_time_limit=3, idempotency=Policy(key="message", wait_timeout=20))
 def limited_wait(self, value):
     self.log("start")
     time.sleep(0.1)
     self.log("end")
     return value
 
-@app.task(base=Logged, bind=True, soft_time_limit=1)
+@app.task(base=Logged, bind=True, soft_time_limit=3)
 def limited_body(self):
     self.log("start")
     time.sleep(30)

@@ -311,13 +311,13 @@ def test_a_held_message_costs_neither_the_connection_nor_the_processor(make: Any
 
 
 def test_a_lease_is_renewed_while_the_handler_has_the_thread(make: Any, broker: str, store: str) -> None:
-    orders = make(broker, store, lease=1)
+    orders = make(broker, store, lease=4)
     orders.consume(prefetch=1)
     orders.send(1, "M", wait="go")
     orders.wait_runs(["1"], "start")
     orders.consume()
     orders.send(1, "N")
-    orders.wait_event("CONFLICT", "N", times=4)
+    orders.wait_event("CONFLICT", "N", times=5)  # over more than a lease
     orders.touch("go")
     orders.wait_event("REPLAYED", "N")
     assert orders.runs() == ["1"]

@@ -204,7 +204,7 @@ def canvases(request: Any) -> Iterator[Canvases]:
 
 
 def prepared(url: str) -> str:
-    store = open_store(url)
+    store = open_store(url, timeout=30)
     store.create_schema()
     store.close()
     return url
@@ -237,7 +237,7 @@ def test_a_child_killed_in_any_window_continues_chain_link_and_chord_once(canvas
 def test_a_worker_frozen_between_completion_and_publishing_publishes_late_under_the_same_id(redis_server: Any) -> None:
     """Not covered: what stood still beyond its lease has published nothing yet, and does so when it goes on."""
     places = [redis_server.new_database() for _ in range(3)]
-    canvases = Canvases(*places, idempotency_lease=2.0, idempotency_store_timeout=0.5)
+    canvases = Canvases(*places, idempotency_lease=6.0, idempotency_store_timeout=1.5)
     try:
         canvases.tasks.path("stop-publish").touch()
         heads = canvases.head.s(1).set(link=[canvases.down.s("step"), canvases.plain.s("step")], task_id="M")
@@ -267,7 +267,7 @@ def test_ten_chains_whose_heads_come_twice_run_the_plain_step_ten_times(canvases
         results = [canvases.twice(chain(canvases.head.s(n), canvases.plain.s(n))) for n in range(10)]
         assert [result.get(timeout=60) for result in results] == list(range(10))
         wait_until(lambda: canvases.events("REPLAYED") == 10, 60, "every copy to be replayed")
-        wait_until(lambda: canvases.events("NEW") == 10, 10, "every head")
+        wait_until(lambda: canvases.events("NEW") == 10, 30, "every head")
     assert canvases.runs("plain") == Counter(f"plain {n}" for n in range(10))
 
 
@@ -325,7 +325,7 @@ def test_a_body_killed_after_it_published_its_replacement_runs_nothing_inside_tw
     with canvases.tasks.worker(concurrency=2):
         result = chain(canvases.replaced.s(1), canvases.down.s("next")).apply_async()
         assert result.get(timeout=90) == [1, 2]
-        assert result.parent.get(timeout=10) == [1, 2]
+        assert result.parent.get(timeout=30) == [1, 2]
         wait_until(lambda: canvases.events("REPLAYED") >= 2, 30, "what it published again to be replayed")
     expected = Counter(["replaced 1", "replaced 1", "down a", "down b", "down sum", "down next"])
     assert canvases.runs() == expected

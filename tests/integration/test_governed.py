@@ -219,7 +219,8 @@ def test_duplicate_clicks_from_many_threads_make_one_gate_and_one_mutation(house
 
 
 def test_an_approval_outlives_a_broker_that_is_down(houses: Houses, private_redis: RedisServer) -> None:
-    house = houses(broker=private_redis.url, broker_transport_options={"socket_connect_timeout": 2})
+    options = {"socket_connect_timeout": 2}
+    house = houses(broker=private_redis.url, broker_transport_options=options, governed_sweep_grace=8)
     action_id = house.proposed("o-1")
     private_redis.stop()
     began = time.monotonic()
@@ -234,7 +235,7 @@ def test_an_approval_outlives_a_broker_that_is_down(houses: Houses, private_redi
 
 
 def test_lost_messages_are_found_by_every_worker_and_published_by_one(houses: Houses) -> None:
-    house = houses()
+    house = houses(governed_sweep_grace=8)
     action_ids = [house.approved(f"o-{n}") for n in range(10)]
     client = redis.Redis.from_url(house.tasks.broker)
     assert client.llen(house.tasks.queue) == 10

@@ -46,14 +46,14 @@ def softly(self, order, seconds):
     self.log("end")
     return "in time"
 
-@app.task(base=Logged, bind=True, soft_time_limit=2)
+@app.task(base=Logged, bind=True, soft_time_limit=5)
 def end_on_go(self, name):
     self.log("start")
     wait_for(name)
     return "in time"
 """
 
-SOON = 5.0
+SOON = 25.0
 """Seconds in which a freed key is taken; the lease is a minute, so a claim left behind would show."""
 
 
@@ -122,25 +122,24 @@ def test_a_soft_limit_in_the_body_frees_the_key(place: Place) -> None:
     shop = place()
     with shop.tasks.worker(concurrency=1):
         with pytest.raises(SoftTimeLimitExceeded):
-            shop.softly.delay("A", 30).get(timeout=20)
+            shop.softly.delay("A", 30).get(timeout=30)
         shop.free(time.time(), of=shop.started())
 
 
 def test_a_soft_limit_while_the_result_is_stored_fails_nothing(place: Place, redis_server: Any) -> None:
     store = redis_server.new_database()
     with ChaosProxy.before(store) as proxy:
-        shop = place(idempotency_store=proxy.url(store))
+        shop = place(idempotency_store=proxy.url(store), idempotency_store_timeout=10)
         with shop.tasks.worker(concurrency=1):
-            assert (
-                shop.work.delay(0).get(timeout=20) == "done"
-            )  # Redis has the scripts: to send one is another round trip
+            # With this, Redis has the scripts: to send one is another round trip.
+            assert shop.work.delay(0).get(timeout=30) == "done"
             result = shop.end_on_go.apply_async(("go",), task_id="M")
             shop.started(2)
-            proxy.delay = 1.5
+            proxy.delay = 3.0  # so the limit comes while the store is asked, even if the body was slow to begin
             shop.touch("go")
             assert result.get(timeout=30) == "in time"
             proxy.delay = 0.0
-            assert shop.end_on_go.apply_async(("go",), task_id="M").get(timeout=20) == "in time"
+            assert shop.end_on_go.apply_async(("go",), task_id="M").get(timeout=30) == "in time"
             wait_until(lambda: "REPLAYED" in shop.events(), 20, "the copy to be replayed")
     assert shop.starts() == 2
 
@@ -151,10 +150,10 @@ def test_a_hard_limit_frees_the_key(place: Place) -> None:
     with shop.tasks.worker(concurrency=1):
         result = shop.stay_two_seconds.delay("A", "never")
         with pytest.raises(TimeLimitExceeded):
-            result.get(timeout=20)
+            result.get(timeout=30)
         told = time.time()
         run = shop.started()
-        wait_until(lambda: not alive(run.pid), 10, "the child to be gone")
+        wait_until(lambda: not alive(run.pid), 20, "the child to be gone")
         free_of(shop, shop.stay_two_seconds, told)
     assert not shop.lines("swallowed")
 
@@ -162,9 +161,9 @@ def test_a_hard_limit_frees_the_key(place: Place) -> None:
 def free_of(shop: LimitShop, task: Any, since: float) -> None:
     """The key of this task, order A, is free."""
     shop.touch("next")
-    assert task.apply_async(("A", "next"), task_id="N").get(timeout=30) == "went"
+    assert task.apply_async(("A", "next"), task_id="N", time_limit=60).get(timeout=30) == "went"
     run = next(run for run in shop.runs("start") if run.id == "N")
-    assert run.at - since < SOON + 10, "the claim was left behind"
+    assert run.at - since < SOON, "the claim was left behind"
 
 
 def alive(pid: int) -> bool:
@@ -181,12 +180,12 @@ def test_a_hard_limit_never_strikes_a_copy_that_only_waits(place: Place) -> None
     with shop.tasks.worker(concurrency=2):
         result = shop.stay_two_seconds.apply_async(("A", "go"), task_id="M", time_limit=60)
         shop.started()
-        shop.stay_two_seconds.apply_async(("A", "go"), task_id="M")
+        shop.stay_two_seconds.apply_async(("A", "go"), task_id="M", time_limit=6)
         wait_until(lambda: "PARKED" in shop.events(), 20, "the copy to be parked")
         wait_until(lambda: shop.events().count("PARKED") >= 2, 20, "and parked again")
         assert result.state == "PENDING"
         shop.touch("go")
-        assert result.get(timeout=20) == "went"
+        assert result.get(timeout=30) == "went"
 
 
 # --- revokes --------------------------------------------------------------------------------------
@@ -203,10 +202,10 @@ def test_a_task_revoked_before_it_began_takes_no_claim(place: Place) -> None:
         worker.wait_log("flagged as revoked: M")
         shop.touch("go")
         with pytest.raises(TaskRevokedError):
-            result.get(timeout=20)
+            result.get(timeout=30)
         wait_until(lambda: len(shop.runs("end")) == 1, 20, "the first body's end")
         shop.touch("next")
-        assert shop.stay.apply_async(("A", "next"), task_id="N").get(timeout=20) == "went"
+        assert shop.stay.apply_async(("A", "next"), task_id="N").get(timeout=30) == "went"
     assert [run.id for run in shop.runs("start")] == ["before", "N"]
 
 
@@ -218,7 +217,7 @@ def test_a_terminated_task_stops_and_frees_the_key(place: Place, signal: str) ->
         run = shop.started()
         shop.app.control.revoke("M", terminate=True, signal=signal)
         with pytest.raises(TaskRevokedError):
-            result.get(timeout=20)
+            result.get(timeout=30)
         shop.free(time.time(), of=run)
     assert not shop.lines("swallowed")
 
@@ -244,11 +243,11 @@ def test_a_warm_shutdown_lets_the_body_finish(place: Place, shut: Any) -> None:
         wait_until(lambda: "Warm shutdown" in worker.log or "shutdown" in worker.log.lower(), 20, "the shutdown")
         shop.touch("go")
         wait_until(lambda: not worker.alive, 20, "the worker's end")
-    assert result.get(timeout=20) == "went"
+    assert result.get(timeout=30) == "went"
     assert [run.word for run in shop.runs()] == ["start", "end"]
     with shop.tasks.worker(concurrency=1):
         come_back(shop)
-        assert shop.stay.apply_async(("A", "go"), task_id="M").get(timeout=20) == "went"
+        assert shop.stay.apply_async(("A", "go"), task_id="M").get(timeout=30) == "went"
     assert shop.starts() == 1
 
 
@@ -259,6 +258,7 @@ def test_a_cold_shutdown_gives_the_message_to_another_worker_at_once(place: Plac
     with shop.tasks.worker(concurrency=1) as worker:
         result = shop.stay.apply_async(("A", "go"), task_id="M")
         first = shop.started()
+        wait_until(lambda: shop.lines("beats"), 20, "a beat")
         worker.quit()
         gone = time.time()
     shop.touch("go")
@@ -314,7 +314,7 @@ def test_a_cold_shutdown_gives_nothing_back_on_threads_and_solo(
 
 
 def test_a_soft_shutdown_lets_a_body_finish_that_is_nearly_done(place: Place) -> None:
-    shop = place(worker_soft_shutdown_timeout=4.0)
+    shop = place(worker_soft_shutdown_timeout=6.0)
     with shop.tasks.worker(concurrency=1) as worker:
         result = shop.stay.apply_async(("A", "go"), task_id="M")
         shop.started()
@@ -322,7 +322,7 @@ def test_a_soft_shutdown_lets_a_body_finish_that_is_nearly_done(place: Place) ->
         worker.wait_log("Initiating Soft Shutdown")
         shop.touch("go")
         wait_until(lambda: not worker.alive, 30, "the worker's end")
-    assert result.get(timeout=20) == "went"
+    assert result.get(timeout=30) == "went"
     assert [run.word for run in shop.runs()] == ["start", "end"]
 
 
@@ -339,6 +339,7 @@ def test_a_task_cancelled_by_a_lost_connection_runs_again_alone(place: Place) ->
         with shop.tasks.worker(concurrency=1):
             result = shop.stay.apply_async(("A", "go"), task_id="M")
             first = shop.started()
+            wait_until(lambda: shop.lines("beats"), 20, "a beat")
             proxies[0].cut()
             wait_until(lambda: not alive(first.pid), 30, "the child to be stopped")
             stopped = time.time()

@@ -241,7 +241,7 @@ def test_switched_off_a_parked_message_runs_unprotected_and_switched_on_again_it
         worker.wait_log("Warm shutdown")
         till.path("go").touch()
         gone(worker)
-    assert first.get(timeout=10) == "paid 1"
+    assert first.get(timeout=30) == "paid 1"
     give_back(till)
     with till.worker(env={"CELERY_IDEMPOTENCY_MODE": "off"}) as worker:
         assert waiting.get(timeout=40) == "paid 1"
@@ -273,7 +273,7 @@ def test_a_table_that_is_away_for_a_while_is_an_outage_and_fails_no_task(
 ) -> None:
     """As a restore, a migration or a revoked right has it: a body that ended, and a message that came meanwhile."""
     url = postgres_server.create_database()
-    with closing(open_store(url)) as store:
+    with closing(open_store(url, timeout=30)) as store:
         store.create_schema()
     till = make(store=url, idempotency_lease=5, idempotency_store_timeout=0.5)
     with till.worker(concurrency=2):
@@ -293,7 +293,7 @@ def test_a_table_that_is_away_for_a_while_is_an_outage_and_fails_no_task(
 
 
 def test_after_a_failover_that_lost_writes_a_claim_is_restored_and_a_completion_is_not(make: Any) -> None:
-    till = make(idempotency_lease=3.0, idempotency_store_timeout=1.0)
+    till = make(idempotency_lease=6.0, idempotency_store_timeout=1.0)
     url = till.app.conf.idempotency_store
     with till.worker(concurrency=2), closing(redis.Redis.from_url(url)) as store:
         till.path("early").touch()

@@ -39,7 +39,7 @@ def where(self):
     info = self.request.delivery_info
     return [info["exchange"], info["routing_key"], info["priority"]]
 
-@app.task(base=Logged, bind=True, rate_limit="20/m")
+@app.task(base=Logged, bind=True, rate_limit="6/m")
 def limited(self, seconds):
     self.log("start")
     time.sleep(seconds)
@@ -150,7 +150,7 @@ def test_a_message_restored_again_and_again_has_three_copies_at_most(on_redis: P
                 counts.append(copies(channel.client, shop.tasks.queue, "M"))
             time.sleep(0.1)
         shop.touch("go")
-        assert result.get(timeout=20) == "went"
+        assert result.get(timeout=30) == "went"
         replayed(shop, 1)
     assert shop.starts() == 1
     assert len(shop.came()) >= 15, "the broker did not give it back often enough to tell"
@@ -174,12 +174,11 @@ def test_a_parked_message_is_published_eight_times_a_minute_at_most_and_comes_ba
         give_back = hold(shop, shop.work, "M", (0, "paid"))
         result = shop.work.apply_async((0, "paid"), task_id="M")
         wait_until(lambda: shop.times() >= 4, 30, "four parks")
-        time.sleep(2)  # into the longest wait but one
-        give_back()
+        give_back()  # into the longest wait but one, of 8 s
         freed = time.time()
-        assert result.get(timeout=20) == "paid"
+        assert result.get(timeout=30) == "paid"
     (run,) = shop.runs("start")
-    assert run.at - freed <= 15
+    assert run.at - freed <= 20
     came = [float(when) for _, when, *_ in shop.came()]
     assert len(came) == shop.times() + 1, "one arrival per park"
     assert shop.times() <= 6, "more than the delays of 1, 2, 4, 8 and 15 s allow"
@@ -211,7 +210,7 @@ def test_a_message_routed_to_three_queues_is_parked_to_its_own_alone(request: An
     result = shop.wait_for_go.apply_async(("go",), task_id="M", **place)
     wait_until(lambda: len(shop.came()) >= 3, 20, "three copies")
     first = float(shop.came()[0][1])
-    wait_until(lambda: time.time() > first + 9, 12, "nine seconds")
+    wait_until(lambda: time.time() > first + 9, 30, "nine seconds")
     parks = shop.times()
     shop.touch("go")
     assert result.get(timeout=30) == "went"
@@ -235,7 +234,7 @@ def test_a_copy_is_parked_to_the_queue_it_came_from_whatever_routes_the_task_has
         result = shop.where.apply_async(task_id="M", queue=a, exchange="", routing_key=a)
         wait_until(lambda: shop.times() >= 1, 20, "the park")
         give_back()
-        assert result.get(timeout=20)[:2] == ["", a]
+        assert result.get(timeout=30)[:2] == ["", a]
 
 
 def test_a_broadcast_runs_in_every_worker(anywhere: Place) -> None:
@@ -258,20 +257,20 @@ def test_a_parked_copy_keeps_its_priority(anywhere: Place) -> None:
         result = shop.where.apply_async(task_id="M", priority=6)
         wait_until(lambda: shop.times() >= 2, 20, "the second park")
         give_back()
-        assert result.get(timeout=20) == ["", shop.tasks.queue, 6]
+        assert result.get(timeout=30) == ["", shop.tasks.queue, 6]
 
 
 def test_a_copy_that_expires_while_parked_does_not_fail_its_running_original(anywhere: Place) -> None:
     shop = anywhere()
     with shop.tasks.worker(concurrency=2):
-        result = shop.wait_for_go.apply_async(("go",), task_id="M", expires=4)
+        result = shop.wait_for_go.apply_async(("go",), task_id="M", expires=6)
         wait_until(lambda: shop.starts() == 1, 20, "the first body")
-        shop.wait_for_go.apply_async(("go",), task_id="M", expires=1.5)
-        expired = datetime.now(timezone.utc).timestamp() + 4
-        wait_until(lambda: shop.times() >= 2 and time.time() > expired, 20, "a park after the expiry")
+        shop.wait_for_go.apply_async(("go",), task_id="M", expires=5)
+        expired = datetime.now(timezone.utc).timestamp() + 6
+        wait_until(lambda: shop.times() >= 4 and time.time() > expired, 40, "a park after the expiry")
         assert result.state == "PENDING"
         shop.touch("go")
-        assert result.get(timeout=20) == "went"
+        assert result.get(timeout=30) == "went"
         replayed(shop, 1)
         assert result.state == "SUCCESS"
 
@@ -311,7 +310,7 @@ def test_a_copy_of_a_rate_limited_task_waits_in_its_slot_rather_than_spend_a_tok
     with shop.tasks.worker(concurrency=1), shop.tasks.worker(concurrency=1):
         shop.limited.apply_async((2.5,), task_id="M")
         result = shop.limited.apply_async((2.5,), task_id="M")
-        assert result.get(timeout=20) == "done"
+        assert result.get(timeout=30) == "done"
         replayed(shop, 1)
     assert shop.starts() == 1
     assert shop.times() == 0
@@ -335,16 +334,16 @@ def test_parked_copies_of_a_quorum_queue_wait_in_the_broker_and_block_no_worker(
     with shop.tasks.worker(concurrency=1, queues=[shop.tasks.queue, f"other.{shop.tasks.queue}"]):
         held = [hold(shop, shop.where, f"M{n}", ()) for n in range(4)]
         waiting = [shop.where.apply_async(task_id=f"M{n}") for n in range(4)]
-        wait_until(lambda: shop.times() >= 12, 60, "three parks of each")
+        wait_until(lambda: shop.times() >= 16, 60, "four parks of each")
         began = time.monotonic()
-        assert shop.add.delay(1, 2).get(timeout=20) == 3
-        assert time.monotonic() - began < 5, "parked copies kept a message out"
+        assert shop.add.delay(1, 2).get(timeout=30) == 3
+        assert time.monotonic() - began < 6, "parked copies, which come back after 8 s, kept a message out"
         for give_back in held:
             give_back()
         assert {tuple(result.get(timeout=30)) for result in waiting}
         time.sleep(1)
         delayed = shop.where.apply_async(task_id="D", countdown=2)
-        assert delayed.get(timeout=20)
+        assert delayed.get(timeout=30)
     assert sorted(run.id for run in shop.runs("start") if run.id.startswith("M")) == ["M0", "M1", "M2", "M3"]
     assert len(shop.came()) == shop.times() + 6, "a park brought more or less than one message"
 
@@ -370,7 +369,7 @@ def test_a_delayed_original_of_a_quorum_queue_is_parked_to_its_queue(on_rabbit: 
         result = shop.where.apply_async(task_id="M", countdown=2, queue=f"other.{shop.tasks.queue}")
         wait_until(lambda: shop.times() >= 2, 30, "two parks")
         give_back()
-        assert result.get(timeout=20)
+        assert result.get(timeout=30)
     assert len(shop.came()) == shop.times() + 1
     assert shop.came()[-1][3].endswith(f".other.{shop.tasks.queue}.celery_idem")
 
@@ -390,7 +389,7 @@ def test_a_limit_on_waiting_messages_does_not_stop_parked_ones(on_redis: Place) 
 def test_a_message_of_the_filesystem_broker_is_parked_with_its_delay() -> None:
     with ParkShop("filesystem://", "sqlite:///claims.db") as shop, pytest.MonkeyPatch.context() as patch:
         patch.chdir(shop.tasks.dir)
-        store = open_store("sqlite:///claims.db")
+        store = open_store("sqlite:///claims.db", timeout=30)
         store.create_schema()
         store.close()
         with shop.tasks.worker(concurrency=1):
@@ -398,7 +397,7 @@ def test_a_message_of_the_filesystem_broker_is_parked_with_its_delay() -> None:
             result = shop.work.apply_async((0,), task_id="M")
             wait_until(lambda: shop.times() >= 2, 30, "two parks")
             give_back()
-            assert result.get(timeout=20) == "done"
+            assert result.get(timeout=30) == "done"
 
 
 # --- task protocol 1: everything in the body, and headers all the same ----------------------------
@@ -412,9 +411,9 @@ def old(on_redis: Place) -> ParkShop:
 def test_protocol_1_runs_a_doubled_message_once(old: ParkShop) -> None:
     with old.tasks.worker(concurrency=2):
         with published_twice(old):
-            assert old.work.delay(0.5, "paid").get(timeout=20) == "paid"
-            assert old.charge.apply_async((1, 50), idempotency_key="K").get(timeout=20)["order"] == 1
-        assert old.charge.apply_async((1, 50), idempotency_key="K").get(timeout=20)["order"] == 1
+            assert old.work.delay(0.5, "paid").get(timeout=30) == "paid"
+            assert old.charge.apply_async((1, 50), idempotency_key="K").get(timeout=30)["order"] == 1
+        assert old.charge.apply_async((1, 50), idempotency_key="K").get(timeout=30)["order"] == 1
         replayed(old, 3)
     assert old.starts() == 2
 
@@ -436,7 +435,7 @@ def test_protocol_1_continues_a_canvas_once(old: ParkShop) -> None:
             linked = old.add.apply_async((1, 1), link=old.add.s(10))
             chained = chain(old.add.s(1, 2), old.add.s(3)).apply_async()
             counted = chord([old.add.s(1, 1), old.add.s(2, 2)])(old.total.s())
-        assert (linked.get(timeout=20), chained.get(timeout=20), counted.get(timeout=20)) == (2, 6, 6)
+        assert (linked.get(timeout=30), chained.get(timeout=30), counted.get(timeout=30)) == (2, 6, 6)
         wait_until(lambda: len(old.came()) >= 11, 20, "every copy")
         replayed(old, 4)
     assert old.starts() == 7
@@ -450,7 +449,7 @@ def test_protocol_1_parks_a_message_with_its_key_count_and_expiry(old: ParkShop)
         wait_until(lambda: old.times() >= 6, 40, "three parks of each")
         give_back()
         late()
-        assert kept.get(timeout=20) == "done"
+        assert kept.get(timeout=30) == "done"
         wait_until(lambda: expiring.state == "REVOKED", 20, "the expiry")
     assert [run.id for run in old.runs("start")] == ["M"]
 
@@ -464,6 +463,6 @@ def test_protocol_1_without_our_headers_is_parked_and_replayed_as_well(old: Park
                 producer.publish(body, exchange="", routing_key=old.tasks.queue, serializer="json")
         wait_until(lambda: old.times() >= 3, 30, "three parks")
         old.touch("go")
-        assert old.wait_for_go.AsyncResult("M").get(timeout=20) == "went"
+        assert old.wait_for_go.AsyncResult("M").get(timeout=30) == "went"
         replayed(old, 1)
     assert old.starts() == 1

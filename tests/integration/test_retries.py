@@ -177,7 +177,7 @@ def test_a_retry_that_ends_before_its_predecessor_was_told_has_the_last_word(sho
         wait_until(lambda: len(tries(shop, "told_late")) == 2, 20, "both attempts")
         worker.wait_log("retry: Retry in")
         with pytest.raises(ValueError, match="declined"):
-            result.get(timeout=20)
+            result.get(timeout=30)
         assert result.state == "FAILURE"
 
 
@@ -193,8 +193,8 @@ def test_a_stale_first_copy_after_the_retry_ran_does_nothing(shop: RetryShop) ->
 def test_a_failed_task_sent_again_runs(shop: RetryShop) -> None:
     with shop.tasks.worker(concurrency=1):
         with pytest.raises(ValueError, match="declined"):
-            shop.decline.delay("A", declined=True).get(timeout=20)
-        assert shop.decline.delay("A", declined=False).get(timeout=20) == "paid"
+            shop.decline.delay("A", declined=True).get(timeout=30)
+        assert shop.decline.delay("A", declined=False).get(timeout=30) == "paid"
     assert shop.starts() == 2
 
 

@@ -133,7 +133,7 @@ def counted(server: RedisServer | PostgresServer) -> Iterator[tuple[str, Counter
         url, counter = server.new_database(), RedisCounter(server)
     else:
         url = f"{server.create_database()}?application_name={PostgresCounter.NAME}"
-        store = open_store(url)
+        store = open_store(url, timeout=30)
         store.create_schema()
         store.close()
         counter = PostgresCounter(server)
@@ -218,7 +218,7 @@ def test_a_takeover_costs_one_statement_more(warm_engine: tuple[Engine, Counter]
     assert engine.store.claim(operation("order"), lease=0.05, ttl=60).claim is not None
     record = engine.store.get(key_for("order"))
     assert record is not None
-    wait_until(lambda: time.time() > record.lease_expires_at + 0.05, 10, "the lease to lapse")
+    wait_until(lambda: time.time() > record.lease_expires_at + 0.05, 20, "the lease to lapse")
     with counter.counting() as cost:
         assert engine.run(operation("order", "another"), lambda context: "again").status is Status.EXECUTED
     TAKEOVER.check(counter, cost, "takeover")
@@ -237,7 +237,7 @@ def test_a_heartbeat_costs_nothing_below_a_third_of_the_lease_and_one_command_ea
         return answers
 
     monkeypatch.setattr(warm.store, "renew", counted)
-    engine = Engine(warm.store, Policy(wait_timeout=0, lease=1.5))
+    engine = Engine(warm.store, Policy(wait_timeout=0, lease=6))
     engine.heartbeat = warm.heartbeat
     with counter.counting() as cost:
         engine.run(operation("short"), lambda context: "paid")

@@ -50,21 +50,21 @@ def test_a_worker_that_is_killed_whole_and_another_one(shop: Shop, pool: str) ->
     with Worker(f"{shop.tasks.name}:app", pool=pool, cwd=shop.tasks.dir, env=path()) as worker:
         killed = worker.kill(before="completion", task="shop.other", whole=True)
         spared = shop.work.delay(0, "spared")
-        assert spared.get(timeout=20) == "spared"
+        assert spared.get(timeout=30) == "spared"
         assert not killed.struck
         killed.cancel()
         killed = worker.kill(before="completion", whole=True)
         result = shop.work.apply_async((0, "paid"), task_id="M")
         killed.wait(20)
-        wait_until(lambda: not worker.alive, 10, "the worker is dead")
+        wait_until(lambda: not worker.alive, 20, "the worker is dead")
         (record,) = [r for r in open_store(shop.app.conf.idempotency_store).find() if r.message_id == "M"]
         assert record.state is State.CLAIMED
     deadline = (
         time.monotonic() + 1.2
     )  # Redis gives a message back after its visibility timeout, to a worker that starts
-    wait_until(lambda: time.monotonic() > deadline, 5, "the visibility timeout")
+    wait_until(lambda: time.monotonic() > deadline, 20, "the visibility timeout")
     with Worker(f"{shop.tasks.name}:app", pool=pool, cwd=shop.tasks.dir, env=path()):
-        assert result.get(timeout=20) == "paid"
+        assert result.get(timeout=30) == "paid"
     assert [run.attempt for run in shop.runs("start") if run.id == "M"] == [1, 2]
 
 
@@ -76,7 +76,7 @@ def test_a_held_delivery_lets_a_second_message_arrive_while_it_runs(shop: Shop) 
             second = shop.charge.delay(1, 50)
             wait_until(lambda: "PARKED" in shop.events(), 20, "the second message is parked")
             assert not first.ready()
-        assert first.get(timeout=20) == second.get(timeout=20)
+        assert first.get(timeout=30) == second.get(timeout=30)
     assert shop.starts() == 1
 
 

@@ -73,7 +73,7 @@ class Shop:
     """A ``TaskApp`` of ``SOURCE`` on a store with a ledger."""
 
     def __init__(self, broker: str, url: str, **settings: Any) -> None:
-        store = open_store(url)
+        store = open_store(url, timeout=30)
         store.create_schema()
         self.url, self.store, self.engine = url, store, sa.create_engine(url)
         with self.engine.begin() as connection:
@@ -122,18 +122,18 @@ def test_threads_have_transactions_of_their_own(redis_url: str, postgres_url: st
         wait_until(lambda: shop.lines("IN_FLIGHT_WAIT"), 20, "a copy that finds the key held")
         shop.tasks.path("go").touch()
         for result in results:
-            result.get(timeout=20)
-        assert copy.get(timeout=20) == results[0].result
+            result.get(timeout=30)
+        assert copy.get(timeout=30) == results[0].result
         assert shop.amounts() == [0, 1, 2, 3]
 
 
 def test_a_soft_limit_takes_it_back_and_leaves_a_clean_connection(redis_url: str, url: str) -> None:
     with opened(redis_url, url) as shop, shop.tasks.worker():
-        assert shop.limited.delay(1, 30, True).get(timeout=20) == "came too late"
+        assert shop.limited.delay(1, 30, True).get(timeout=30) == "came too late"
         failed = shop.limited.delay(2, 30)
-        failed.get(timeout=20, propagate=False)
+        failed.get(timeout=30, propagate=False)
         assert failed.state == "FAILURE"
-        shop.pay.delay(3).get(timeout=20)
+        shop.pay.delay(3).get(timeout=30)
         assert shop.amounts() == [3]
         states = sorted(record.state.value for record in shop.store.find())
         assert states == ["COMPLETED", "COMPLETED", "RELEASED"]
@@ -141,9 +141,9 @@ def test_a_soft_limit_takes_it_back_and_leaves_a_clean_connection(redis_url: str
 
 def test_a_body_outlives_its_lease_in_its_transaction(redis_url: str, url: str) -> None:
     """Its record is locked: nobody renews it, and nobody takes it."""
-    settings = {"idempotency_lease": 1, "idempotency_dead_check": False}
+    settings = {"idempotency_lease": 3, "idempotency_dead_check": False}
     with opened(redis_url, url, **settings) as shop, shop.tasks.worker(concurrency=2):
-        first, second = shop.pay.delay(1, 4), shop.pay.delay(1)
+        first, second = shop.pay.delay(1, 6), shop.pay.delay(1)
         assert first.get(timeout=30) == second.get(timeout=60)
         assert (shop.amounts(), shop.lines("start"), shop.lines("LEASE_LOST")) == ([1], ["1"], [])
 
@@ -161,7 +161,7 @@ def test_a_frozen_worker_keeps_its_key_and_its_effect(redis_url: str, postgres_u
                 wait_until(lambda: shop.lines("PARKED"), 30, "the other message is parked, though the lease lapsed")
                 assert shop.amounts() == []
                 frozen.resume()
-                assert second.get(timeout=60) == first.get(timeout=20)
+                assert second.get(timeout=60) == first.get(timeout=30)
         assert (shop.amounts(), shop.lines("start")) == ([1], ["1"])
 
 

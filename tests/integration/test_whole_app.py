@@ -79,7 +79,7 @@ CALLS: dict[str, tuple[Send, Any]] = {
     "late acks": (lambda m: m.late_ack.delay(), "late"),
     "early acks": (lambda m: m.early_ack.delay(), "early"),
     "throws": (lambda m: m.throwing.delay(), State("FAILURE")),
-    "limits and priority": (lambda m: m.limited.apply_async(priority=5, expires=120), "limited"),
+    "limits and priority": (lambda m: m.limited.apply_async(priority=5, expires=3600), "limited"),
     "a soft time limit": (lambda m: m.slow.delay(), "cut short"),
     "expired": (lambda m: m.add.apply_async((3, 3), expires=past()), State("REVOKED")),
     "a countdown": (lambda m: m.add.apply_async((4, 3), countdown=1), 7),
@@ -123,7 +123,7 @@ NOT_ON = {"plain, database": {"add_to_chord"}, "postgresql": {"add_to_chord"}}
 def run_in(redis_server: RedisServer, postgres_server: PostgresServer) -> Iterator[Callable[[str], Mixed]]:
     made: dict[str, Mixed] = {}
     postgres = postgres_server.create_database()
-    with contextlib.closing(open_store(postgres)) as store:
+    with contextlib.closing(open_store(postgres, timeout=30)) as store:
         store.create_schema()
 
     def run(mode: str) -> Mixed:

@@ -72,7 +72,7 @@ def test_a_missing_table_stops_a_worker_and_names_the_command(postgres_url: str)
             capture_output=True,
         )
         with tasks.worker(concurrency=1):
-            assert tasks.module.pay.delay(7).get(timeout=20) == 7
+            assert tasks.module.pay.delay(7).get(timeout=30) == 7
 
 
 def test_a_store_that_does_not_answer_stops_no_worker() -> None:
@@ -93,7 +93,7 @@ def pay(order):
 @pytest.mark.parametrize("settings", [{"idempotency_store": "memory://"}, {}])
 def test_settings_without_a_task_that_is_switched_on_are_told(settings: dict[str, Any]) -> None:
     with TaskApp(PLAIN, broker="filesystem://", settings=settings) as tasks, tasks.worker(concurrency=1) as worker:
-        assert tasks.module.pay.delay(7).get(timeout=20) == 7
+        assert tasks.module.pay.delay(7).get(timeout=30) == 7
         assert ("no task is switched on" in worker.log) is bool(settings)
 
 

@@ -35,7 +35,7 @@ def houses(redis_server: Any, rabbit_server: Any, postgres_server: Any) -> Itera
                 places = redis_server.new_database(), redis_server.new_database(), redis_server.new_database()
             else:
                 places = rabbit_server.create_vhost(), postgres_server.create_database(), None
-                store = open_store(places[1])
+                store = open_store(places[1], timeout=30)
                 store.create_schema()
                 store.close()
             made[pool, broker] = House(pool, *places[:2], backend=places[2])
