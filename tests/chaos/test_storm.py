@@ -26,7 +26,7 @@ def test_a_short_storm_loses_nothing_and_doubles_nothing_unexplained() -> None:
     assert promises([run]) == []
     assert run.verdict.lost == run.verdict.dropped == []
     assert run.verdict.faults["kill child"] >= 2
-    assert run.verdict.hit >= 3
+    assert run.verdict.hit >= 1, "it met no body at all, so it showed nothing"
 
 
 def test_load_and_faults_are_drawn_from_the_seed_alone() -> None:
