@@ -85,7 +85,7 @@ class Orders:
     def __init__(self, broker: str, store: str, **said: Any) -> None:
         self.dir = scratch_dir("consumer")
         (self.dir / "orders.py").write_text(SOURCE)
-        options = {"visibility_timeout": 2} if broker.startswith("redis") else {}
+        options = {"visibility_timeout": 5} if broker.startswith("redis") else {}
         defaults = {
             "queue": self.dir.name,
             "lease": 60,
