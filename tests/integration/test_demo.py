@@ -68,9 +68,10 @@ def assert_nothing_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.crash
+@pytest.mark.timeout(400)
 def test_without_any_server(tmp_path: Path) -> None:
     with demo(tmp_path) as process:
-        assert process.wait(170) == 0, process.log
+        assert process.wait(380) == 0, process.log
         assert rows(process.log) == ANYWHERE
         assert "7 of 7 rows are as promised" in process.log
         assert "so it is lost, whatever celery_idem does" in " ".join(process.log.split())
@@ -82,9 +83,10 @@ def test_without_any_server(tmp_path: Path) -> None:
 @pytest.mark.redis
 @pytest.mark.postgres
 @pytest.mark.crash
+@pytest.mark.timeout(400)
 def test_with_private_servers_and_whole_workers_killed(tmp_path: Path) -> None:
     with demo(tmp_path, "--broker", "redis", "--store", "postgresql") as process:
-        assert process.wait(170) == 0, process.log
+        assert process.wait(380) == 0, process.log
         assert rows(process.log) == ANYWHERE | WHOLE_WORKER
         assert "9 of 9 rows are as promised" in process.log
         assert governed_rows(process.log) == GOVERNED

@@ -149,7 +149,7 @@ def run_pytest(folder: Path, *words: str, cwd: Path | None = None) -> str:
     argv = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *words, str(folder)]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("CELERY_", "PYTEST_"))}
     env |= {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    done = subprocess.run(argv, cwd=cwd or folder, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, cwd=cwd or folder, env=env, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -19,6 +19,7 @@ PLUGINS = ("-p", "pytest_celery.plugin", "-p", "pytest_docker_tools.plugin")
 
 @pytest.mark.redis
 @pytest.mark.rabbitmq
+@pytest.mark.timeout(400)
 def test_the_suite_passes_on_local_processes() -> None:
     argv = [sys.executable, "-m", "pytest", str(Path(__file__).parent), *PLUGINS]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TEST_COUNT_FILE"))}
@@ -30,7 +31,7 @@ def test_the_suite_passes_on_local_processes() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=170,
+        timeout=380,
     )
     assert done.returncode == 0, done.stdout
 
