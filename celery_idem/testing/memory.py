@@ -6,6 +6,7 @@ of its claims belong to a process the test has killed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Queue
@@ -34,6 +35,8 @@ from celery_idem.core.records import (
 from celery_idem.stores.memory import MemoryStore
 
 SCHEME = "idemtest"
+SENT = "idemtest_sent"
+"""Property of a message: when it was published, by the real clock."""
 TRANSPORT_ALIASES[SCHEME] = "celery_idem.testing.memory:Transport"
 BACKEND = "celery_idem.testing.memory:Backend"
 
@@ -56,6 +59,11 @@ class Channel(memory.Channel):
     def __init__(self, connection: Any, **options: Any) -> None:
         super().__init__(connection, **options)
         self.queues = connection.broker.queues
+
+    def _put(self, queue: str, message: Any, **options: Any) -> None:
+        # A test may look at the message much later, by the real clock that an ETA is told in.
+        message["properties"][SENT] = time.time()
+        super()._put(queue, message, **options)
 
 
 class Transport(memory.Transport):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from queue import Queue
 from typing import Any
 
@@ -13,6 +12,7 @@ from kombu.serialization import prepare_accept_content
 
 from celery_idem.core.events import Event
 from celery_idem.publish import moment
+from celery_idem.testing.memory import SENT
 
 
 class Message(dict[str, Any]):
@@ -124,5 +124,5 @@ def _read(raw: Any, queue: str) -> Message:
     eta = message.get("eta")
     message.delay = 0.0
     if eta:
-        message.delay = max(0.0, (moment(eta) - datetime.now(timezone.utc)).total_seconds())
+        message.delay = max(0.0, moment(eta).timestamp() - properties[SENT])
     return message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,6 +123,15 @@ def test_what_is_on_the_broker_is_delivered_in_the_order_it_is_due(shop: Shop, i
     assert (done[-1].value, done[-1].message.retries) == ("at last", 2)
     assert 7190 < idem.clock.now - start < 7210
     assert idem.messages() == []
+
+
+def test_a_message_is_due_by_when_it_was_sent_and_not_by_when_the_test_looks(idem: Idem, shop: Shop) -> None:
+    began = time.monotonic()
+    shop.charge.apply_async((1,), countdown=60)
+    took = time.monotonic() - began
+    time.sleep(0.5)  # a test on a busy machine
+    (message,) = idem.messages()
+    assert 60 - took <= message.delay <= 60
 
 
 def test_a_chain_and_a_chord(shop: Shop, idem: Idem) -> None:
