@@ -139,8 +139,8 @@ class HTTPEndpoint:
         """The reply, or in words why there is none."""
         import httpx
 
-        deadline, place = time.monotonic() + self.timeout, self._place(request)
-        transport = self._connections.get()
+        place, transport = self._place(request), self._connections.get()
+        deadline = time.monotonic() + self.timeout  # not before: a process's first transport reads the authorities
         try:
             given = dict(self.headers(request))
         except Exception as error:  # noqa: BLE001  the application's, and it may quote a secret

@@ -60,12 +60,15 @@ class Backend:
     opened: list[Store] = field(default_factory=list)
 
     def open(self, clock: Callable[[], float] | None = None, *, url: str | None = None, **options: Any) -> Store:
-        """Open a store here by a clock of the test's, or by its own; in memory there is only ever one."""
+        """Open a store here by a clock of the test's, or by its own; in memory there is only ever one.
+
+        Its timeout is longer than a machine stands still, unless the test is about it.
+        """
         if self.name == "memory" and self.opened:
             return self.opened[0]
         if clock is not None:
             options["clock"] = clock
-        store = open_store(url or self.url, **options)
+        store = open_store(url or self.url, **{"timeout": 30.0, **options})
         self.opened.append(store)
         return store
 

@@ -84,7 +84,7 @@ def work(jobs: Connection) -> None:
                 if store is not None:
                     store.close()
                 options: dict[str, Any] = {} if job.now is None else {"clock": clock}
-                place, store = job.place, open_store(job.url, **options)
+                place, store = job.place, open_store(job.url, timeout=PATIENCE, **options)
             jobs.send(start_together(store, job.verb, job.calls, job.start))
     if store is not None:
         store.close()

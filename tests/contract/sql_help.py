@@ -17,7 +17,6 @@ import psycopg2
 
 from celery_idem.core.codec import Encoded
 from celery_idem.core.records import Claim, Delivery, Kind, Operation, Outcome
-from celery_idem.errors import StoreUnavailable
 from celery_idem.stores.sql import SQLStore
 
 RESULT = Outcome(Kind.RESULT, Encoded(b"[1, 2]", "application/json", "utf-8", "c" * 64))
@@ -43,15 +42,6 @@ AT_ONCE = 10.0
 """Seconds for what waits for nothing, on a machine that stands still now and then; what waits has a timeout of 30."""
 MARGIN = 5.0
 """Seconds that such a machine may add to a timeout."""
-
-
-def answered(verb: Callable[[], Any]) -> bool:
-    """Whether the verb got an answer: a short timeout may be over before it, where the machine stands still."""
-    try:
-        verb()
-    except StoreUnavailable:
-        return False
-    return True
 
 
 @contextmanager

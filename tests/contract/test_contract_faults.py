@@ -15,7 +15,7 @@ from celery_idem.stores.base import Store
 from tests.contract.backends import Backend, PostgresBackend, SQLiteBackend, on, on_postgres, on_servers
 from tests.contract.shorthand import LEASE, TTL, answer, complete, stored, take
 from tests.support.chaos_proxy import ChaosProxy
-from tests.support.operations import key_for, op, result
+from tests.support.operations import answered, key_for, op, result
 from tests.support.processes import LOOPBACK, free_port, wait_until
 
 TIMEOUT = 5.0
@@ -148,14 +148,6 @@ def test_s6_a_release_whose_reply_was_lost_may_be_repeated(proxy: ChaosProxy, fa
 
 
 # -- servers that are silent, absent or back again ---------------------------------------------------------------------
-
-
-def answered(verb: Callable[[], Any]) -> bool:
-    try:
-        verb()
-    except StoreUnavailable:
-        return False
-    return True
 
 
 def every_verb(store: Store, claim: Claim) -> dict[str, Callable[[], Any]]:

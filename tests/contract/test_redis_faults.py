@@ -22,7 +22,7 @@ from celery_idem.core.records import Answer, Claim, Ended, Release, Renewal
 from celery_idem.errors import ConfigurationError, StoreUnavailable
 from celery_idem.stores.redis.store import RedisStore
 from tests.support.chaos_proxy import ChaosProxy
-from tests.support.operations import op, result
+from tests.support.operations import answered, op, result
 from tests.support.processes import LOOPBACK, Process, free_port, listening, wait_until
 from tests.support.services import RedisServer
 
@@ -52,14 +52,6 @@ def take(store: RedisStore, *args: Any, **named: Any) -> Claim:
     claim = store.claim(op(*args, **named), lease=LEASE, ttl=TTL).claim
     assert claim is not None
     return claim
-
-
-def answered(action: Callable[[], Any]) -> bool:
-    try:
-        action()
-    except StoreUnavailable:
-        return False
-    return True
 
 
 def refused(action: Callable[[], Any], *, landed: bool, within: float = TIMEOUT + MARGIN) -> StoreUnavailable:

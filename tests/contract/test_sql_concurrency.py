@@ -172,7 +172,7 @@ def test_a_batch_answers_each_lease_for_itself(pg: SQLStore, postgres_url: str) 
 
 @postgres
 def test_a_write_waits_for_a_lock_no_longer_than_the_timeout(postgres_url: str) -> None:
-    prepared = SQLStore(postgres_url)
+    prepared = SQLStore(postgres_url, timeout=30)
     prepared.create_schema()
     store = SQLStore(postgres_url, timeout=1)
     claim = acquired(prepared)

@@ -119,7 +119,7 @@ def test_a_locked_lease_costs_the_batch_one_more_statement(
 
 
 def test_a_million_expired_records_are_purged_beside_the_claims(postgres_url: str) -> None:
-    store = SQLStore(postgres_url)
+    store = SQLStore(postgres_url, timeout=30)
     store.create_schema()
     with session(postgres_url) as cursor:
         cursor.execute("SELECT indexdef FROM pg_indexes WHERE tablename = 'celery_idem_record'")

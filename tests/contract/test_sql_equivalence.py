@@ -128,7 +128,7 @@ class Pair:
 
 def run(url: str, seed: int, steps: int) -> None:
     clock = Clock()
-    stores = [SQLStore(url, clock=clock) for _ in range(2)]
+    stores = [SQLStore(url, timeout=30, clock=clock) for _ in range(2)]
     try:
         stores[0].create_schema()
         Pair(seed, clock, MemoryStore(clock=clock), stores).run(steps)

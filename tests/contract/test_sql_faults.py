@@ -18,7 +18,8 @@ import sqlalchemy as sa
 from celery_idem.core.records import Answer, Claim, Ended, Release, Renewal, State
 from celery_idem.errors import StoreUnavailable
 from celery_idem.stores.sql import SQLStore
-from tests.contract.sql_help import MARGIN, RESULT, acquired, answered, forked, new_key, operation, session
+from tests.contract.sql_help import MARGIN, RESULT, acquired, forked, new_key, operation, session
+from tests.support.operations import answered
 from tests.support.processes import wait_until
 
 postgres = pytest.mark.postgres
@@ -38,7 +39,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def store(url: str) -> Iterator[SQLStore]:
-    store = SQLStore(url)
+    store = SQLStore(url, timeout=30)
     store.create_schema()
     yield store
     store.close()
@@ -63,7 +64,7 @@ def verbs(store: SQLStore, claim: Claim) -> list[tuple[Callable[[], Any], bool]]
 @postgres
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_connection_that_was_cut_is_replaced_without_a_word(driver: str, postgres_url: str) -> None:
-    store = SQLStore(driven(postgres_url, driver))
+    store = SQLStore(driven(postgres_url, driver), timeout=30)
     store.create_schema()
     claim = acquired(store)
     engine = sa.create_engine(postgres_url)
@@ -134,7 +135,7 @@ def test_a_port_that_never_answers_costs_no_more_than_the_timeout() -> None:
 @postgres
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_restart_between_two_verbs_goes_unnoticed(private_postgres: Any, driver: str) -> None:
-    store = SQLStore(driven(private_postgres.url, driver))
+    store = SQLStore(driven(private_postgres.url, driver), timeout=30)
     store.create_schema()
     claim = acquired(store)
     threads = [threading.Thread(target=store.get, args=(claim.key,)) for _ in range(3)]
@@ -169,7 +170,7 @@ def read_only(url: str, how: str) -> None:
 @postgres
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_demoted_primary_is_left_for_the_new_one(postgres_url: str, driver: str) -> None:
-    before, store = SQLStore(postgres_url), SQLStore(driven(postgres_url, driver))
+    before, store = SQLStore(postgres_url, timeout=30), SQLStore(driven(postgres_url, driver), timeout=30)
     before.create_schema()
     claim = acquired(before)
     read_only(postgres_url, "on")
@@ -188,7 +189,7 @@ def test_a_demoted_primary_is_left_for_the_new_one(postgres_url: str, driver: st
 
 @postgres
 def test_a_free_connection_is_waited_for_no_longer_than_the_timeout(postgres_url: str) -> None:
-    prepared = SQLStore(postgres_url)
+    prepared = SQLStore(postgres_url, timeout=30)
     prepared.create_schema()
     prepared.close()
     store = SQLStore(postgres_url, timeout=1, pool_size=1, max_overflow=0)
@@ -233,9 +234,7 @@ def test_a_fork_in_the_middle_of_other_threads_verbs(store: SQLStore) -> None:
         thread.start()
     try:
         for _ in range(10):
-            assert forked(1, lambda _: store.claim(operation(), lease=30, ttl=60).answer, timeout=20) == [
-                Answer.ACQUIRED
-            ]
+            assert forked(1, lambda _: store.claim(operation(), lease=30, ttl=60).answer) == [Answer.ACQUIRED]
     finally:
         stop.set()
         for thread in threads:
@@ -245,7 +244,7 @@ def test_a_fork_in_the_middle_of_other_threads_verbs(store: SQLStore) -> None:
 def test_a_parent_that_closes_takes_nothing_from_its_child(tmp_path: Path) -> None:
     """A child that inherited SQLite's belief in its parent's locks would lose its log when the parent closes."""
     url = f"sqlite:///{tmp_path}/idem.db"
-    store = SQLStore(url)
+    store = SQLStore(url, timeout=30)
     acquired(store)
     to_child, from_parent = os.pipe()
 
@@ -269,7 +268,7 @@ def test_a_parent_that_closes_takes_nothing_from_its_child(tmp_path: Path) -> No
 @postgres
 def test_an_engine_of_the_callers_own(postgres_url: str) -> None:
     engine = sa.create_engine(postgres_url)
-    store = SQLStore(engine)
+    store = SQLStore(engine, timeout=30)
     store.create_schema()
     assert store.name == "postgresql"
     claim = acquired(store)
@@ -292,7 +291,7 @@ def test_an_engine_of_the_callers_own(postgres_url: str) -> None:
 def test_an_odd_row_costs_no_other_lease_its_renewal_and_leaves_no_transaction_open(
     tmp_path: Path, column: str, value: str
 ) -> None:
-    store = SQLStore(f"sqlite:///{tmp_path}/idem.db")
+    store = SQLStore(f"sqlite:///{tmp_path}/idem.db", timeout=30)
     store.create_schema()
     odd, sound = acquired(store), acquired(store)
     calls = [store._database.call() for _ in range(3)]  # as many connections as a pool of threads has used

@@ -19,7 +19,7 @@ from tests.support.services import PostgresServer
 
 def refused_at_start_and_away_at_run_time(url: str) -> str:
     """What a store says that ``check`` refuses and a message waits for."""
-    store = SQLStore(url)
+    store = SQLStore(url, timeout=30)
     with pytest.raises(ConfigurationError) as at_start:
         store.check()
     with pytest.raises(StoreUnavailable) as at_run_time:

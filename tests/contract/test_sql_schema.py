@@ -33,7 +33,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def store(url: str) -> Iterator[SQLStore]:
-    store = SQLStore(url)
+    store = SQLStore(url, timeout=30)
     store.create_schema()
     yield store
     store.close()
@@ -45,7 +45,7 @@ def store(url: str) -> Iterator[SQLStore]:
 @postgres
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_missing_table_names_the_command_that_makes_it(postgres_url: str, driver: str) -> None:
-    store = SQLStore(driven(postgres_url, driver))
+    store = SQLStore(driven(postgres_url, driver), timeout=30)
     for verb in (store.check, lambda: store.claim(operation(), lease=30, ttl=60), lambda: store.get("k")):
         with pytest.raises(ConfigurationError, match="celery -A <app> idem init"):
             verb()
@@ -99,7 +99,7 @@ def test_the_metadata_alone_makes_the_schema(url: str) -> None:
     engine = sa.create_engine(url)
     metadata.create_all(engine)
     engine.dispose()
-    store = SQLStore(url)
+    store = SQLStore(url, timeout=30)
     assert all("schema" not in warning for warning in store.check())
     assert acquired(store)
     store.close()
@@ -107,7 +107,7 @@ def test_the_metadata_alone_makes_the_schema(url: str) -> None:
 
 @postgres
 def test_check_finds_a_role_without_rights_and_a_server_that_forgets(postgres_url: str) -> None:
-    store = SQLStore(postgres_url)
+    store = SQLStore(postgres_url, timeout=30)
     store.create_schema()
     store.close()
     name = f"reader_{os.getpid()}"
@@ -139,7 +139,7 @@ def test_check_finds_a_role_without_rights_and_a_server_that_forgets(postgres_ur
 )
 def test_a_url_no_store_can_serve(url: str, hint: str) -> None:
     with pytest.raises(ConfigurationError, match=hint):
-        SQLStore(url)
+        SQLStore(url, timeout=30)
 
 
 def test_a_missing_driver() -> None:

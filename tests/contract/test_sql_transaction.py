@@ -23,8 +23,9 @@ from celery_idem.stores.base import Transactional
 from celery_idem.stores.memory import MemoryStore
 from celery_idem.stores.sql import SQLStore
 from celery_idem.stores.sql.transaction import SQLTransaction
-from tests.contract.sql_help import AT_ONCE, MARGIN, RESULT, acquired, answered, forked, locked_row, operation, session
+from tests.contract.sql_help import AT_ONCE, MARGIN, RESULT, acquired, forked, locked_row, operation, session
 from tests.support.chaos_proxy import ChaosProxy
+from tests.support.operations import answered
 from tests.support.services import PostgresServer
 from tests.support.workers import wait_until
 
@@ -46,7 +47,7 @@ def pg_url(request: pytest.FixtureRequest, postgres_url: str) -> str:
 
 
 def prepared(url: str) -> str:
-    store = SQLStore(url)
+    store = SQLStore(url, timeout=30)
     store.create_schema()
     store.close()
     engine = sa.create_engine(url)
@@ -58,7 +59,7 @@ def prepared(url: str) -> str:
 
 @pytest.fixture
 def store(url: str) -> Iterator[SQLStore]:
-    store = SQLStore(url)
+    store = SQLStore(url, timeout=30)
     yield store
     assert checked_out(store) == 0
     store.close()
@@ -66,7 +67,7 @@ def store(url: str) -> Iterator[SQLStore]:
 
 @pytest.fixture
 def pg(pg_url: str) -> Iterator[SQLStore]:
-    store = SQLStore(pg_url)
+    store = SQLStore(pg_url, timeout=30)
     yield store
     assert checked_out(store) == 0
     store.close()
@@ -191,7 +192,7 @@ def test_an_orm_session_works_on_it(store: SQLStore, url: str) -> None:
 def test_the_owners_engine_serves_too(url: str) -> None:
     """Also one in autocommit mode, as long as the transaction lasts."""
     engine = sa.create_engine(url, isolation_level="AUTOCOMMIT")
-    store = SQLStore(engine)
+    store = SQLStore(engine, timeout=30)
     for amount, ends in ((50, "commit"), (60, "rollback")):
         transaction = begun(store, acquired(store))
         write(transaction, amount)
@@ -269,7 +270,7 @@ def test_it_waits_for_a_lock_no_longer_than_the_timeout(pg_url: str) -> None:
 
 def test_a_locked_file_costs_no_more_than_the_timeout(tmp_path: Path) -> None:
     url = prepared(f"sqlite:///{tmp_path}/idem.db")
-    store, other = SQLStore(url, timeout=0.5), SQLStore(url)
+    store, other = SQLStore(url, timeout=0.5), SQLStore(url, timeout=30)
     first = begun(store, acquired(store))
     for claim in (None, first._claim):
         start = time.monotonic()
@@ -499,7 +500,7 @@ def test_a_commit_whose_reply_was_lost_is_asked_for(pg_url: str, landed: bool) -
 @postgres
 def test_a_stale_connection_goes_unnoticed(private_postgres: PostgresServer) -> None:
     url = prepared(private_postgres.url)
-    store = SQLStore(url)
+    store = SQLStore(url, timeout=30)
     engine = Engine(store, Policy(wait_timeout=0))
 
     def body(context: Any) -> str:
@@ -516,7 +517,7 @@ def test_a_stale_connection_goes_unnoticed(private_postgres: PostgresServer) -> 
 
 def test_a_begin_without_an_answer_is_an_outage_and_not_the_bodys_failure(tmp_path: Path) -> None:
     url = prepared(f"sqlite:///{tmp_path}/idem.db")
-    store, blocker = SQLStore(url, timeout=0.3), SQLStore(url)
+    store, blocker = SQLStore(url, timeout=0.3), SQLStore(url, timeout=30)
     engine = Engine(store, Policy(wait_timeout=0), store_timeout=0)
     held: list[SQLTransaction] = []
 

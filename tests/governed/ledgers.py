@@ -73,8 +73,8 @@ class Ledger:
         return self.name == "sqlite"
 
     def open(self, clock: Callable[[], float] | None = None, *, url: str | None = None, **options: Any) -> Any:
-        """A store on it."""
-        store = SQLActionStore(url or self.url, clock=clock, **options)
+        """A store on it, whose timeout is longer than a machine stands still, unless the test is about it."""
+        store = SQLActionStore(url or self.url, clock=clock, **{"timeout": 30.0, **options})
         self.opened.append(store)
         return store
 
@@ -189,7 +189,7 @@ class Ledger:
 def ledger_database(postgres_server: PostgresServer) -> Iterator[str]:
     """A PostgreSQL database with the schema, for every test: making one for each would take longer than the tests."""
     url = postgres_server.create_database()
-    with SQLActionStore(url) as store:
+    with SQLActionStore(url, timeout=30) as store:
         store.create_schema()
     yield url
     postgres_server.drop_database(url)

@@ -62,7 +62,7 @@ def test_whoever_knows_the_chain_can_wait_for_the_result(office: Office) -> None
     action_id = office.approved()
     last = governed_chain(action_id, office.store.get_action(action_id)["chain_id"], office.app).tasks[-1]
     office.idem.run_all()
-    result = AsyncResult(last.options["task_id"], app=office.app).get(timeout=5)
+    result = AsyncResult(last.options["task_id"], app=office.app).get(timeout=30)
     assert result == {"action_id": action_id, "state": "completed", "result": {"paid": 50}}
 
 
@@ -273,6 +273,11 @@ def test_a_chain_is_an_ordinary_canvas(office: Office, listening: list[Any]) -> 
 # --- before the mutation ---------------------------------------------------------------------------------------------
 
 
+def about(left: float, delay: float) -> bool:
+    """Whether so much is left of the delay when it is looked at, soon after it began."""
+    return delay - 4 < left < delay + 0.5
+
+
 def test_closed_admission_defers_and_consumes_nothing(office: Office) -> None:
     action_id = office.approved(lifetime=86_400)
     office.store.set_admission(False, "month end", actor="ops")
@@ -280,8 +285,8 @@ def test_closed_admission_defers_and_consumes_nothing(office: Office) -> None:
     for _ in range(8):
         delivered = office.next("dispatch")
         assert delivered.state == "RETRY"
-        delays.append(round(delivered.published[0].delay))
-    assert delays == [1, 2, 4, 8, 16, 32, 60, 60]
+        delays.append(delivered.published[0].delay)
+    assert all(map(about, delays, [1, 2, 4, 8, 16, 32, 60, 60])), delays
     action = office.store.get_action(action_id)
     assert (action["state"], action["attempt_count"], action["lease_owner"]) == ("gated", 0, None)
     assert [r["kind"] for r in office.store.list_receipts(action_id)] == ["gate"]
@@ -372,8 +377,8 @@ def test_looks_are_spaced_out_and_hold_no_slot(office: Office) -> None:
     for _ in range(4):
         delivered = office.next("observe")
         assert delivered.state == "RETRY"
-        delays.append(round(delivered.published[0].delay))
-    assert delays == [5, 10, 20, 40]  # the first one only learnt when the next look is due
+        delays.append(delivered.published[0].delay)
+    assert all(map(about, delays, [5, 10, 20, 40])), delays  # the first one only learnt when the next look is due
     office.till.done[office.till.puts[0]] = {"paid": 50}  # it arrives after all
     office.idem.run_all()
     assert (office.state(action_id), len(office.till.puts)) == ("completed", 1)

@@ -232,7 +232,7 @@ def test_whatever_ends_a_process_in_the_middle_leaves_nothing_and_holds_nothing(
     with pytest.raises(error):
         dispatch(real_store, action_id, gate_validator=ending)
     assert everything(ledger) == before
-    assert dispatch(ledger.open(timeout=2), action_id)["state"] == "dispatched"
+    assert dispatch(ledger.open(), action_id)["state"] == "dispatched"
 
 
 @on_postgres
@@ -253,13 +253,13 @@ def test_idle_connections_that_died_cost_nobody_an_error(
 def test_a_server_that_does_not_answer_is_given_up_in_time(
     ledger: Ledger, real_store: SQLActionStore, proxy: ChaosProxy
 ) -> None:
-    store = ledger.open(url=proxy.url(ledger.url), timeout=1)
+    store = ledger.open(url=proxy.url(ledger.url), timeout=3)
     store.admission()
     proxy.blackhole = True
     began = time.monotonic()
     with pytest.raises(StoreUnavailable) as caught:
         proposed(store)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 15
     assert caught.value.may_have_landed is False
     proxy.heal()
     assert proposed(store)
@@ -271,14 +271,14 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(
 @on_postgres
 def test_a_row_held_too_long_is_told_in_time_and_nothing_waits_on(ledger: Ledger, real_store: SQLActionStore) -> None:
     action_id = at(real_store, "gated")
-    store = ledger.open(timeout=0.5)
+    store = ledger.open(timeout=3)
     with ledger.connection() as busy:
         ledger.send(busy, "BEGIN")
         ledger.send(busy, "SELECT 1 FROM celery_idem_action WHERE action_id = ? FOR UPDATE", action_id)
         began = time.monotonic()
         with pytest.raises(StoreUnavailable) as caught:
             dispatch(store, action_id)
-        assert 0.4 < time.monotonic() - began < 3
+        assert 2.4 < time.monotonic() - began < 15
         assert caught.value.may_have_landed is False
         ledger.send(busy, "COMMIT")
     assert real_store.get_action(action_id)["state"] == "gated"
@@ -309,18 +309,18 @@ def test_a_file_another_process_holds_too_long_is_told_clearly_and_can_still_be_
             began = time.monotonic()
             with pytest.raises(StoreUnavailable) as caught:
                 call()
-            assert 0.9 < time.monotonic() - began < 3
+            assert 0.9 < time.monotonic() - began < 4.5, "not the 5 s of a store that was told nothing"
             assert str(caught.value) == ("the database of governed actions was busy for 1 s: look what holds its rows")
             assert caught.value.may_have_landed is False
         assert store.get_action(action_id)["state"] == "gated"
         assert store.find()[0]["action_id"] == action_id
         waiter: list[Any] = []
-        thread = threading.Thread(target=lambda: waiter.append(dispatch(ledger.open(timeout=10), action_id)))
+        thread = threading.Thread(target=lambda: waiter.append(dispatch(ledger.open(timeout=30), action_id)))
         thread.start()
         thread.join(0.5)  # longer than SQLite itself waits
         assert waiter == []
         holder.communicate("")
-        thread.join(10)
+        thread.join(40)
     assert waiter[0]["state"] == "dispatched"
 
 

@@ -211,18 +211,18 @@ def test_the_deadline_of_looking_is_not_moved_by_a_clock_set_back(store: SQLActi
 def test_an_approval_that_ends_while_its_row_is_waited_for_is_refused(
     ledger: Ledger, real_store: SQLActionStore
 ) -> None:
-    action_id = gated(real_store, lifetime=1.0)
+    action_id = gated(real_store, lifetime=4.0)
     assert lease(real_store, action_id) is not None
     given = expectations(real_store, action_id, gate_validator=authorize)
     with ledger.connection() as busy:
         ledger.send(busy, "BEGIN")
         ledger.send(busy, "SELECT 1 FROM celery_idem_action WHERE action_id = ? FOR UPDATE", action_id)
         assert real_store.now() < given_end(real_store, action_id)  # alive when the dispatch begins
-        thread, answers = begun(real_store, action_id, given)
-        wait_until(lambda: waiting(ledger) == 1, 5, "the dispatch waits for the row")
-        wait_until(lambda: real_store.now() > given_end(real_store, action_id), 5, "the approval has ended")
+        thread, answers = begun(ledger.open(timeout=30), action_id, given)
+        wait_until(lambda: waiting(ledger) == 1, 20, "the dispatch waits for the row")
+        wait_until(lambda: real_store.now() > given_end(real_store, action_id), 20, "the approval has ended")
         ledger.send(busy, "COMMIT")
-        thread.join(10)
+        thread.join(40)
     (refusal,) = answers
     assert isinstance(refusal, GateRefused), refusal
     assert refusal.code == "expired"
@@ -233,18 +233,18 @@ def test_an_approval_that_ends_while_its_row_is_waited_for_is_refused(
 def test_an_approval_that_ends_while_the_switch_is_waited_for_is_refused(
     ledger: Ledger, real_store: SQLActionStore
 ) -> None:
-    action_id = gated(real_store, lifetime=1.0)
+    action_id = gated(real_store, lifetime=4.0)
     assert lease(real_store, action_id) is not None
     given = expectations(real_store, action_id, gate_validator=authorize)
     from celery_idem.governed.sql.schema import ADMISSION_LOCK
 
     with ledger.connection() as busy:
         ledger.send(busy, f"SELECT pg_advisory_lock({ADMISSION_LOCK})")
-        thread, answers = begun(real_store, action_id, given)
-        wait_until(lambda: waiting(ledger) == 1, 5, "the dispatch waits for the switch")
-        wait_until(lambda: real_store.now() > given_end(real_store, action_id), 5, "the approval has ended")
+        thread, answers = begun(ledger.open(timeout=30), action_id, given)
+        wait_until(lambda: waiting(ledger) == 1, 20, "the dispatch waits for the switch")
+        wait_until(lambda: real_store.now() > given_end(real_store, action_id), 20, "the approval has ended")
         ledger.send(busy, f"SELECT pg_advisory_unlock({ADMISSION_LOCK})")
-        thread.join(10)
+        thread.join(40)
     (refusal,) = answers
     assert isinstance(refusal, GateRefused), refusal
     assert refusal.code == "expired"
@@ -280,10 +280,10 @@ def waiting(ledger: Ledger) -> int:
 
 @on_each_database
 def test_the_ledgers_own_clock_is_the_databases(ledger: Ledger, real_store: SQLActionStore) -> None:
-    before = time.time() - 1
+    before = time.time() - 10
     action_id = at(real_store, "completed")
     action = real_store.get_action(action_id)
-    assert before < action["created_at"] <= action["updated_at"] <= real_store.now() < time.time() + 1
+    assert before < action["created_at"] <= action["updated_at"] <= real_store.now() < time.time() + 10
 
 
 # --- the switch ------------------------------------------------------------------------------------------------------
@@ -353,16 +353,16 @@ def test_once_a_closing_is_answered_no_dispatch_that_saw_it_open_commits(
 
     def slow(*given: Any) -> Any:
         inside.set()
-        assert go.wait(10)
+        assert go.wait(20)
         return VALID(*given)
 
-    thread, answers = begun(real_store, held, expectations(real_store, held, gate_validator=slow))
+    thread, answers = begun(ledger.open(timeout=30), held, expectations(real_store, held, gate_validator=slow))
     assert inside.wait(10)
     closer, closed = ledger.open(timeout=20), []
     closing = threading.Thread(target=lambda: closed.append(closer.set_admission(False, "stop", actor="ann")))
     closing.start()
     if not ledger.sqlite:  # there the file itself is what it waits for
-        wait_until(lambda: waiting(ledger) == 1, 5, "the closing waits for the dispatch")
+        wait_until(lambda: waiting(ledger) == 1, 20, "the closing waits for the dispatch")
     closing.join(0.2)
     assert closed == []
     go.set()

@@ -223,9 +223,9 @@ def test_it_ends_at_once(office: Office) -> None:
     sweeper.start()
     began = time.monotonic()
     sweeper.stop()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30, "not when its hour is over"
     gone = lambda: "celery_idem sweep" not in [thread.name for thread in threading.enumerate()]  # noqa: E731
-    wait_until(gone, 5, "the thread is gone")
+    wait_until(gone, 30, "the thread is gone")
 
 
 def test_the_step_begins_only_where_there_is_something_to_sweep(tmp_path: Path) -> None:
@@ -253,27 +253,30 @@ def test_no_child_is_forked_while_the_sweep_speaks_to_database_or_broker(
     office.idem.advance(121)
     somebodys = threading.Lock()  # as kombu's and libpq's are: nobody makes it new in a child
     parts = {"recover_expired_leases": office.store, "confirming_options": recovery_module, "_send": recovery_module}
-    inside, seen = threading.Event(), []
+    inside, forking, seen = threading.Event(), threading.Event(), []
 
     for name, owner in parts.items():
         target = type(owner) if owner is office.store else owner
-        monkeypatch.setattr(target, name, holding(somebodys, inside, getattr(target, name)))
+        monkeypatch.setattr(target, name, holding(somebodys, inside, forking, getattr(target, name)))
     thread = threading.Thread(target=sweep, args=(office.app,))
     thread.start()
     while thread.is_alive():
         if inside.wait(0.01):
             inside.clear()
+            forking.set()
             seen.append(forked_child_gets(somebodys))
     thread.join()
     assert seen == [True] * len(parts)
 
 
-def holding(lock: threading.Lock, inside: threading.Event, call: Any) -> Any:
+def holding(lock: threading.Lock, inside: threading.Event, forking: threading.Event, call: Any) -> Any:
     """The call, under the lock, and slow enough for a fork to begin in it."""
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         with lock:
             inside.set()
+            assert forking.wait(20)
+            forking.clear()
             time.sleep(0.2)
             return call(*args, **kwargs)
 
@@ -284,5 +287,5 @@ def forked_child_gets(lock: threading.Lock) -> bool:
     """Fork now; whether the child can take the lock."""
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if lock.acquire(timeout=2) else 1)
+        os._exit(0 if lock.acquire(timeout=20) else 1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

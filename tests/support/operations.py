@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from celery_idem.core.codec import Encoded
 from celery_idem.core.records import Delivery, Kind, Operation, Outcome
+from celery_idem.errors import StoreUnavailable
 
 _numbers = itertools.count(1)
 
@@ -59,3 +61,12 @@ def result(body: bytes = b'{"paid": 50}', **changes: Any) -> Outcome:
 def checksum(body: bytes) -> str:
     """SHA-256 of a body in hexadecimal; a store keeps checksums and never judges them."""
     return hashlib.sha256(body).hexdigest()
+
+
+def answered(verb: Callable[[], Any]) -> bool:
+    """Whether the verb got an answer: a short timeout may be over before it, where the machine stands still."""
+    try:
+        verb()
+    except StoreUnavailable:
+        return False
+    return True

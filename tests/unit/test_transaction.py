@@ -32,7 +32,7 @@ class Ledger(Shop):
     def __init__(self, file: Path, **conf: Any) -> None:
         super().__init__(**conf)
         self.file = file
-        self.sql = SQLStore(f"sqlite:///{file}", clock=self.clock)
+        self.sql = SQLStore(f"sqlite:///{file}", timeout=30, clock=self.clock)
         self.sql.create_schema()
         self.idem.runtime._store = self.sql
         with sqlite3.connect(file) as connection:
