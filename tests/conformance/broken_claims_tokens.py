@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from celery_idem.conformance.claim_cases.trouble import MARGIN
 from celery_idem.core import decide
 from celery_idem.core.records import RECORD_VERSION, Answer, Decision, Ended, Record, Renewal, State
 from celery_idem.errors import RecordCorrupt, StoreUnavailable
@@ -114,7 +115,7 @@ class AlwaysInDoubt(Bed):
 class WaitsForTheSilent(Bed):
     def away(self) -> None:
         if self.line == "silent":
-            time.sleep(1.7)
+            time.sleep(MARGIN + 0.2)
         super().away()
 
 

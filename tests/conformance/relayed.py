@@ -15,7 +15,8 @@ from celery_idem.conformance.case import Case
 from celery_idem.conformance.claim_stores import AWAY, TIMEOUT, RedisHarness, SQLHarness, StoreHarness
 from celery_idem.stores.base import Store
 from tests.support.chaos_proxy import ChaosProxy
-from tests.support.processes import LOOPBACK, free_port
+from tests.support.operations import answered
+from tests.support.processes import LOOPBACK, free_port, wait_until
 
 
 class Relayed(StoreHarness):
@@ -38,7 +39,7 @@ class Relayed(StoreHarness):
         relay = ChaosProxy.before(self.url)
         self.relays.append(relay)
         store = self.open(relay.url(self.url), timeout)
-        store.get("0" * 64)
+        wait_until(lambda: answered(lambda: store.get("0" * 64)), 20, "an answer through the relay")
         return store, relay
 
     @contextmanager

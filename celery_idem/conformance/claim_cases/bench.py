@@ -148,6 +148,10 @@ class Bench:
         """Let a lease of ``short`` seconds lapse."""
         self.wait(self.short + 0.05)
 
+    def stood_still(self, since: float) -> bool:
+        """Whether a lease of ``short`` seconds, asked for at this monotonic time, is over: the machine stalled."""
+        return self.harness.clock is None and time.monotonic() > since + self.short
+
     def wait(self, seconds: float) -> None:
         """Let that time pass by the store's clock."""
         if self.harness.clock is None:

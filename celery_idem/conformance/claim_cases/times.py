@@ -195,13 +195,17 @@ def a_claim_keeps_its_record_for_lease_and_ttl(bench: Bench) -> None:
 @case("S5")
 def a_live_claim_is_never_purged(bench: Bench) -> None:
     """A store that counts the ttl of a claim from its beginning: a long body loses its record."""
+    since = time.monotonic()
     claim = bench.take(lease=bench.short, ttl=bench.short / 10)
     for _ in range(6):
         bench.wait(bench.short * 0.4)
+        renewed = time.monotonic()
         bench.store.renew([claim])
         bench.store.purge(1_000_000)
         record = bench.other.get(claim.key)
-        expect_is(record and record.fence, claim.fence, f"the record of a live claim became {record}")
+        if not bench.stood_still(since):
+            expect_is(record and record.fence, claim.fence, f"the record of a live claim became {record}")
+        since = renewed
 
 
 @case("S5", "clock")

@@ -14,8 +14,8 @@ from celery_idem.core.records import Answer, Ended, Release, Renewal, State, Suc
 from celery_idem.errors import RecordCorrupt, StoreUnavailable
 from celery_idem.stores.base import Store
 
-MARGIN = 1.5
-"""Seconds that a busy machine may add to a timeout."""
+MARGIN = 4.0
+"""Seconds that a machine may add to a timeout which is busy, or stands still now and then."""
 AT_ONCE = 0.5
 """Seconds for what waits for nobody."""
 
