@@ -66,7 +66,7 @@ COSTS: dict[str, Cost] = {
     "now": (3, 0),
 }
 """Statements, BEGIN and COMMIT among them, and transactions that write."""
-TRANSACTIONS, COMMITS = 18, 9
+TRANSACTIONS, COMMITS = 19, 9
 """Of one governed action from proposal to completion whose endpoint answers; and how many of them write."""
 
 
