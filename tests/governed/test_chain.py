@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +332,8 @@ def test_an_action_waits_for_a_worker_that_knows_its_type(office: Office) -> Non
 
 def test_a_payload_changed_in_the_database_ends_the_action(office: Office) -> None:
     action_id = office.approved()
-    Ledger("sqlite", office.url).forge("UPDATE celery_idem_action SET payload = replace(payload, '50', '5000')")
+    with closing(Ledger("sqlite", office.url)) as ledger:
+        ledger.forge("UPDATE celery_idem_action SET payload = replace(payload, '50', '5000')")
     delivered = office.next("dispatch")
     assert isinstance(delivered.value, ActionFailed)
     assert office.happened(action_id)[-1] == "failed"

@@ -86,7 +86,8 @@ def test_init_makes_the_schema_and_doing_it_again_changes_nothing(shell: Shell, 
     for _ in range(2):
         assert shell("init").stdout == f"action store {office.url}: the schema is in place\n"
     assert shell.json("init") == {"url": office.url}
-    assert Ledger("sqlite", office.url).count("celery_idem_action") == 0
+    with closing(Ledger("sqlite", office.url)) as ledger:
+        assert ledger.count("celery_idem_action") == 0
 
 
 @pytest.mark.parametrize(
