@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import pytest
@@ -139,8 +140,8 @@ def test_a_worker_killed_on_a_broker_that_forgets_what_was_taken_loses_its_messa
         with shop.tasks.worker(concurrency=1):
             assert shop.work.apply_async((0, "later"), task_id="N").get(timeout=30) == "later"
         assert [run.id for run in shop.runs("start")] == ["M", "N"]
-        with shop.app.connection_for_read() as connection:
-            assert connection.default_channel._size(shop.tasks.queue) == 0, "the message is on the broker still"
+        with shop.app.connection_for_read() as connection, pytest.raises(Empty):  # older kombus' size counts taken ones
+            connection.default_channel._get(shop.tasks.queue)
 
 
 @pytest.mark.crash
