@@ -5,11 +5,9 @@ docs/reference/delivery-table.md is this file in prose; the mechanism itself is 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import logging
-import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -17,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
-from celery.utils import log
 
-from celery_idem import continuation, publish
+from celery_idem import continuation, message, publish
 from celery_idem.core.canonical import NoCanonicalForm
 from celery_idem.core.context import RunContext
 from celery_idem.core.engine import Ending, Engine
@@ -78,7 +75,7 @@ class Delivering:
         self.run, self.args, self.kwargs = run, args, kwargs
         self.in_body = False
         self.observe = runtime.mode == "observe"
-        self.continues = _continues(request)
+        self.continues = message.continues(request)
         self.successor: Successor | None = None
         self.replaced = False
         self.returned = False
@@ -104,12 +101,12 @@ class Delivering:
         try:
             return self._deliver()
         except BaseException as error:
-            if _cut_by_shutdown(self.task, self.request, error):
+            if message.cut_by_shutdown(self.task, self.request, error):
                 raise Reject("cut by a cold shutdown", requeue=True) from error
             raise
         finally:
             # After any park or retry, whose copies carry no ids of ours.
-            if self.ended_by is not None and _continues(self.request):
+            if self.ended_by is not None and message.continues(self.request):
                 with soft_limit_held(discard=True):
                     continuation.identify(self.task.app, self.request, *self._place(*self.ended_by))
 
@@ -172,7 +169,7 @@ class Delivering:
         """Run the task's own body, where it can see its context."""
         refuse_revoked(self.request, self.parked)
         self.context = context
-        args, kwargs = _own_copy(self.args, self.kwargs)
+        args, kwargs = message.own_copy(self.args, self.kwargs)
         self.in_body = True
         try:
             value = self.run(*args, **kwargs)
@@ -278,16 +275,16 @@ class Delivering:
         return self.engine.heartbeat.held(self.operation.token)
 
     def _claimed(self) -> None:
-        tell_started(self.task, self.request)
+        message.tell_started(self.task, self.request)
 
     def _verify(self, _context: RunContext) -> Any:
         verify = self.policy.verify
-        args, kwargs = _own_copy(self.args, self.kwargs)
+        args, kwargs = message.own_copy(self.args, self.kwargs)
         return None if verify is None else verify(*args, **kwargs)
 
     def _value_unread(self) -> bool:
         task, request = self.task, self.request
-        unread = _result_ignored(task, request) or isinstance(task.backend, DisabledBackend)
+        unread = message.result_ignored(task, request) or isinstance(task.backend, DisabledBackend)
         return unread and not self.continues and not request.is_eager
 
     # --- what came of it ---------------------------------------------------------------------------------------------
@@ -300,7 +297,7 @@ class Delivering:
         elif result.status is Status.MISMATCH:
             raise self._mismatch()
         if isinstance(result.error, Revoked):
-            unread = _result_ignored(self.task, self.request) and not self.task.store_errors_even_if_ignored
+            unread = message.result_ignored(self.task, self.request) and not self.task.store_errors_even_if_ignored
             tell_revoked(self.task, self.request, result.error, store=not unread)
         if isinstance(result.error, Ignore):  # Celery publishes nothing and tells nobody
             self.told()
@@ -419,34 +416,6 @@ RETRY_HAS = 2.0
 """Seconds a retry that is due is given to be claimed, before a stale copy of its predecessor looks again."""
 SURPLUS = 2
 """A copy this many counts behind is dropped: the one that replaced it was itself delivered, so it is on the broker."""
-SCALARS = (str, int, float, bytes, bool, type(None))
-
-
-def _continues(request: Any) -> bool:
-    """Whether Celery has something to publish when this message ends."""
-    return bool(request.callbacks or request.errbacks or request.chain or request.chord)
-
-
-def _own_copy(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Arguments the body may change, without changing what is parked or delivered anew after a lost lease."""
-    if all(isinstance(value, SCALARS) for value in (*args, *kwargs.values())):
-        return args, kwargs
-    try:
-        copied: tuple[Sequence[Any], Mapping[str, Any]] = copy.deepcopy((args, kwargs))
-    except Exception:  # noqa: BLE001  a pickled argument may refuse to be copied; then the body gets the message's own
-        return args, kwargs
-    return copied
-
-
-def tell_started(task: Idempotent, request: Any) -> None:
-    """Store STARTED where the task tracks it, as Celery would have done before the claim."""
-    if not task.tracks_started or request.is_eager or _result_ignored(task, request):
-        return
-    meta = {"pid": os.getpid(), "hostname": request.hostname}
-    try:
-        task.backend.store_result(request.id, meta, "STARTED", request=request)
-    except Exception as error:  # noqa: BLE001  it only informs; the result itself is still to come
-        logger.warning("STARTED of %s[%s] was not stored: %s", task.name, request.id, error)
 
 
 def _conflict(operation: Operation, decision: Decision) -> ClaimConflict:
@@ -458,20 +427,3 @@ def _conflict(operation: Operation, decision: Decision) -> ClaimConflict:
         answer=decision.answer.value,
         held_by=held_by[1] if held_by else None,
     )
-
-
-def _result_ignored(task: Idempotent, request: Any) -> bool:
-    own = request.__dict__.get("ignore_result")  # the class default would look like an explicit False
-    return bool(task.ignore_result if own is None else own)
-
-
-def _cut_by_shutdown(task: Idempotent, request: Any, error: BaseException) -> bool:
-    """Whether a cold shutdown ended the greenlet of a message that is not acked: gevent's pool would ack it now.
-
-    The pool ends a revoked task's greenlet in the same way, but not in a signal handler, nor after one.
-    """
-    if type(error).__name__ != "GreenletExit" or not task.acks_late or request.is_eager:
-        return False
-    from celery.worker import state
-
-    return state.should_terminate is not None or bool(getattr(log, "_in_sighandler", False))

@@ -26,8 +26,9 @@ from celery_idem.core.effects import Effects
 from celery_idem.core.keys import KeySource
 from celery_idem.core.policy import UNSET, Policy
 from celery_idem.core.settings import PER_TASK, PREFIX
-from celery_idem.delivery import Delivering, tell_started
+from celery_idem.delivery import Delivering
 from celery_idem.errors import ConfigurationError, KeyMissing
+from celery_idem.message import tell_started
 from celery_idem.parking import confirmed_producer, unpublished
 from celery_idem.signals import ATTRIBUTE
 
