@@ -80,6 +80,8 @@ class Ledger:
     """Messages in whose hands a worker froze."""
     finals: set[str] = field(default_factory=set)
     """Messages that were once told as SUCCESS or FAILURE."""
+    unheard: set[str] = field(default_factory=set)
+    """Messages whose worker woke into an outage, its lease over."""
     unsent: set[str] = field(default_factory=set)
     """Messages of which the broker did not take what follows them, or did not say so."""
     verbs: int = 0
@@ -290,8 +292,13 @@ class Ledger:
             self.broken("every copy tells the first value", f"{task_id}: {value!r} after {first!r}")
 
     def _silent(self, message: str) -> bool:
-        """Whether the store can have been silent for more than a lease after a body of this message."""
-        return bool(self.world.faults["long outage"]) and message in self.hits
+        """Whether the store can have been silent for more than a lease after a body of this message.
+
+        Either it was down for so long, or a worker that was frozen for so long found it down when it woke.
+        """
+        if message in self.frozen and self.world.clock.now < self.world.down_until:
+            self.unheard.add(message)
+        return message in self.unheard or (bool(self.world.faults["long outage"]) and message in self.hits)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
