@@ -191,7 +191,9 @@ class Delivering:
                 return Ending.release(Release.RETRY, self.successor)
             return Ending.complete(Kind.RESULT, value) if remembers and self.engine.stores(value) else Ending.keep()
         if isinstance(error, Retry):
-            if self.successor is not None and self.successor.delay >= SOON:
+            # Of an attempt whose earlier run died a successor may be on its way already, and due.
+            reclaimed = self.context is not None and self.context.reclaimed
+            if self.successor is not None and self.successor.delay >= SOON and not reclaimed:
                 return Ending.release(Release.RETRY, self.successor)
             return Ending.keep()  # till RETRY is stored, or it may come after what the successor stores, and stay
         if isinstance(error, Revoked):

@@ -39,8 +39,9 @@ from celery_idem.stores.memory import MemoryStore
 from celery_idem.stores.sql.call import Call
 from celery_idem.stores.sql.store import SQLStore
 from celery_idem.testing.clock import START, ManualClock
+from tests.simulate.ledger import LEASE
 from tests.simulate.places import BACKEND, HERE, SCHEME, Message, SimulatedHeartbeat, Store, world
-from tests.simulate.world import LEASE, Crashed, Schedule, Worker, World
+from tests.simulate.world import Crashed, Schedule, Worker, World
 
 WORKERS = 3
 SETTINGS = {

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from tests.simulate.world import Worker, World
 
 READY = {"SUCCESS", "FAILURE"}
+LEASE = 60.0
+"""Seconds of every claim."""
+SILENCES = {"outage", "long outage", "cut off"}
+"""Faults that leave a verb without an answer for longer than it is asked."""
 
 
 @dataclass
@@ -81,7 +85,9 @@ class Ledger:
     finals: set[str] = field(default_factory=set)
     """Messages that were once told as SUCCESS or FAILURE."""
     unheard: set[str] = field(default_factory=set)
-    """Messages whose worker woke into an outage, its lease over."""
+    """Messages whose completion got no answer for a whole lease."""
+    asked: dict[str, float] = field(default_factory=dict)
+    """When the completion of a message was first asked for; gone with the answer."""
     unsent: set[str] = field(default_factory=set)
     """Messages of which the broker did not take what follows them, or did not say so."""
     verbs: int = 0
@@ -292,11 +298,9 @@ class Ledger:
             self.broken("every copy tells the first value", f"{task_id}: {value!r} after {first!r}")
 
     def _silent(self, message: str) -> bool:
-        """Whether the store can have been silent for more than a lease after a body of this message.
-
-        Either it was down for so long, or a worker that was frozen for so long found it down when it woke.
-        """
-        if message in self.frozen and self.world.clock.now < self.world.down_until:
+        """Whether the store was silent for a whole lease after a body of this message, for all its worker knew."""
+        now = self.world.clock.now
+        if now - self.asked.get(message, now) >= LEASE:
             self.unheard.add(message)
         return message in self.unheard or (bool(self.world.faults["long outage"]) and message in self.hits)
 
@@ -322,6 +326,8 @@ class Ledger:
                 continue
             elif state == "FAILURE" and message in self.unsent:
                 self.allowed["a failure told and not over, the broker having refused its errback"] += 1
+            elif state == "FAILURE" and message in self.hits and self.world.faults.keys() & SILENCES:
+                self.allowed["a failure told and not over, its process having died while the store was silent"] += 1
             elif state == "FAILURE" and message in self.frozen:
                 self.allowed["a failure told and not over, by a worker frozen for more than a lease"] += 1
             else:

@@ -210,7 +210,10 @@ class Store:
 
     def complete(self, claim: Claim, outcome: Outcome, *, connection: Any = None) -> Ended:
         told = lambda ended: world().ledger.completed(claim, ended)  # noqa: E731
+        message, asked = claim.operation.delivery.message_id, world().ledger.asked
+        asked.setdefault(message, world().clock.now)
         answer: Ended = self._call("complete", claim.key, lambda: self.raw.complete(claim, outcome), told, claim.token)
+        asked.pop(message, None)
         return answer
 
     def release(self, claim: Claim, reason: Release, *, successor: Successor | None = None) -> Ended:

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 from celery_idem.testing.clock import START, ManualClock
 from tests.simulate.ledger import Ledger
 
-LEASE = 60.0
 STALL = 65.0
 """Seconds a frozen worker stays frozen: longer than a lease, and than the grace of a retry that does not come."""
 OUTAGES = {"outage": 20.0, "long outage": 70.0}

@@ -266,10 +266,15 @@ def test_a_retry_runs_as_the_next_generation_and_the_stale_first_copy_does_not(s
     assert shop.terminal() == ["NEW", "NEW", "OVER"]
 
 
-@pytest.mark.parametrize(("countdown", "state"), [(30, State.RELEASED), (0, State.CLAIMED)])
+@pytest.mark.parametrize(
+    ("countdown", "died", "state"),
+    [(30, False, State.RELEASED), (0, False, State.CLAIMED), (30, True, State.CLAIMED)],
+)
 def test_a_retry_gives_the_key_back_at_once_unless_it_might_overtake_its_own_announcement(
-    shop: Shop, countdown: int, state: State, monkeypatch: Any
+    shop: Shop, countdown: int, died: bool, state: State, monkeypatch: Any
 ) -> None:
+    """Of an attempt whose first run died the retry may be out already, and due."""
+
     def retry(self: Any, *_: Any) -> None:
         raise self.retry(countdown=countdown)
 
@@ -282,7 +287,11 @@ def test_a_retry_gives_the_key_back_at_once_unless_it_might_overtake_its_own_ann
         return store_retry(*args, **kwargs)
 
     monkeypatch.setattr(charge.backend, "mark_as_retry", mark_as_retry)
-    shop.deliver(shop.send(charge, 1))
+    message = shop.send(charge, 1)
+    if died:
+        with shop.idem.killed(before="completion"):
+            shop.deliver(message)
+    shop.deliver(message)
     assert seen == [state]
     record = shop.store.get(key_of(charge))
     assert record is not None
