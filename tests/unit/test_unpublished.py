@@ -212,3 +212,21 @@ def test_a_replayed_failure_by_the_brokers_error_is_settled(shop: Shop) -> None:
     message = shop.send(sends, link_error=tell.s())
     assert shop.deliver(message).state == "FAILURE"
     assert record_of(shop).note(message["id"]).settled
+
+
+@pytest.mark.filterwarnings("ignore:Exception raised outside body:RuntimeWarning")
+def test_an_errback_that_is_not_published_leaves_the_attempt_open(shop: Shop, refused: Refusal) -> None:
+    """Nobody was told by a message, so another copy may run the attempt again, and tell."""
+    pay = pay_task(shop)
+
+    @shop.task(base=Task, name="tell")
+    def tell(failed: str) -> None: ...
+
+    message = shop.send(pay, kwargs={"fails": True}, link_error=tell.s())
+    with refused(), pytest.raises(OperationalError):  # which a worker reports as an internal error
+        shop.deliver(message)
+    assert shop.app.AsyncResult(message["id"]).state == "FAILURE"
+    assert shop.deliver(message).state == "FAILURE"
+    assert shop.idem.runs(pay) == 2
+    assert len(shop.messages()) == 1, "the errback"
+    assert shop.deliver(message).state == "IGNORED", "told, and over"
