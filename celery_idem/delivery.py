@@ -242,33 +242,27 @@ class Delivering:
 
     def told(self) -> None:
         """Celery stored the result and published links, errbacks and chord part: end what is still open."""
-        claim = self._still_open(published=True)
-        if claim is None:
-            return
-        if claim.right:
-            self.engine.settle(claim)
-        else:
-            self.engine.release(claim, Release.ENDED)
+        self._end(Release.ENDED, published=True)
 
     def untold(self) -> None:
         """The broker did not take what follows a value: another copy of the message, if one comes, may publish it."""
-        claim = self._still_open(published=False)
-        if claim is None:
-            return
-        if claim.right:
-            self.engine.abandon(claim)
-        else:
-            self.engine.release(claim, Release.ENDED)
+        self._end(Release.ENDED, published=False)
 
     def over(self) -> None:
         """The tracer is through, or has told of a retry. What nobody was told of, another copy must be able to tell."""
-        claim = self._still_open(published=False)
+        self._end(Release.RETRY if self.successor else Release.YIELDED, self.successor, published=False)
+
+    def _end(self, reason: Release, successor: Successor | None = None, *, published: bool) -> None:
+        """End a claim that is still open for this reason, or the right to publish what follows."""
+        claim = self._still_open(published=published)
         if claim is None:
             return
-        if claim.right:
-            self.engine.abandon(claim)
+        if not claim.right:
+            self.engine.release(claim, reason, successor)
+        elif published:
+            self.engine.settle(claim)
         else:
-            self.engine.release(claim, Release.RETRY if self.successor else Release.YIELDED, self.successor)
+            self.engine.abandon(claim)
 
     def _still_open(self, *, published: bool) -> Claim | None:
         if self.operation is None:

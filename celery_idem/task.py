@@ -214,7 +214,8 @@ class Idempotent(Task):  # type: ignore[type-arg]  # not subscriptable before Ce
                 delivery.announce(retry)
             raise
         except Reject as given_up:  # Celery's own word on a successor that could not be published
-            if delivery is None or delivery.observe:
+            theirs = given_up is exc or (isinstance(exc, type) and isinstance(given_up, exc))  # no retry was left
+            if theirs or delivery is None or delivery.observe:
                 raise
             due: Any = options.get("eta") or options.get("countdown")
             if due is None:

@@ -142,6 +142,22 @@ def test_acked_early_it_fails_loudly(shop: Shop, refused: Refusal) -> None:
     assert shop.deliver(message).state == "IGNORED", "the failure was told: its copies are over"
 
 
+@pytest.mark.parametrize("how", ["instance", "class"])
+def test_exhausted_retries_that_end_in_a_reject_of_the_bodys_own_give_nothing_back(shop: Shop, how: str) -> None:
+    """A known way to a dead letter: Celery raises what ``exc`` says once there is no retry left."""
+
+    @shop.task(bind=True, name="exhausted", max_retries=0)
+    def exhausted(self: Any) -> None:
+        raise self.retry(exc=Reject("to the dead letters", requeue=False) if how == "instance" else Reject)
+
+    message = shop.send(exhausted)
+    delivered = shop.deliver(message)
+    assert delivered.state == "REJECTED"
+    assert delivered.value.requeue is False
+    assert record_of(shop).note(message["id"]).successor is None
+    assert shop.messages() == []
+
+
 def test_observed_it_is_celerys_own_affair(refused: Refusal) -> None:
     observed = Shop(idempotency_mode="observe")
     try:
